@@ -298,9 +298,9 @@ _GPUS = (
 # - launch_overhead: from 1.9 us (mul) to 3.1 us (linear) per op of a forward and backward pass over tiny tensors.
 # - fresh memory: glibc takes tensors above 32 MiB (DEFAULT_MMAP_THRESHOLD_MAX) from the kernel each time: 0.35 ns/byte.
 # - link: all-reduce by gloo, all-gather as one broadcast per rank or as sends and receives into the output,
-#   reduce-scatter as an all-to-all and a local sum, from 64 B to 64 MiB; bytes as in collectives.py.  torch's own
-#   all_gather_into_tensor and reduce_scatter_tensor are slower on gloo: 1.15 and 0.6 GB/s sent at 16 MiB, 0.62 and 0.48
-#   at 64 MiB.
+#   reduce-scatter as an all-to-all and a local sum, from 64 B to 64 MiB; bytes as in collectives.py.  Medians of three
+#   runs agree within 25 %.  torch's own all_gather_into_tensor and reduce_scatter_tensor are slower on gloo: 1.15 and
+#   0.6 GB/s sent at 16 MiB, 0.62 and 0.48 GB/s at 64 MiB.
 _CPU = Entry(
     Device(
         name="cpu",
@@ -315,10 +315,10 @@ _CPU = Entry(
         fresh_bandwidth=2.85 * GB,
     ),
     Link(
-        1.85 * GB,
-        120 * MICROSECOND,
+        1.7 * GB,
+        140 * MICROSECOND,
         "measured, gloo over loopback, two processes",
-        kind_bandwidth=(("reduce-scatter", 1.4 * GB),),
+        kind_bandwidth=(("reduce-scatter", 1.3 * GB),),
     ),
     _network(10, "assumed: 10 Gb/s Ethernet per rank"),
 )
