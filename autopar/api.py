@@ -1,0 +1,231 @@
+"""The recipe: a model, a cluster and a batch become a plan, and a plan becomes a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopar import capture as capturing
+from autopar.cluster import ClusterSpec
+from autopar.errors import PlanError, RuntimeMismatch
+from autopar.layout import Mesh
+from autopar.passes.constants import run_prelude
+from autopar.passes.emit import emit
+from autopar.passes.fold import expand
+from autopar.passes.normalize import normalize
+from autopar.passes.resolve import Resolved, resolve
+from autopar.plan import Fingerprints, Plan
+from autopar.program import Program, fingerprint
+from autopar.rules.analysis import Bound, bind_program
+from autopar.rules.registry import rules_fingerprint
+from autopar.runtime.dtensor import runtime_axes, steps
+from autopar.runtime.module import Compiled, ParallelModule, Signature, Weight
+from autopar.solver.ilp import solve
+from autopar.solver.sample import random_decisions
+from autopar.solver.search import Search
+
+
+def plan(
+    model: nn.Module,
+    cluster: ClusterSpec | str,
+    example_inputs: Any = None,
+    *,
+    loss_fn: capturing.LossFn | None = None,
+    optimizer: str = "adamw",
+    precision: str = "fp32",
+    memory_limit: float | None = None,
+    search: Search | None = None,
+    pins: Mapping[str, str] | None = None,
+    time_limit: float = 60,
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """The fastest plan found for training ``model`` on ``cluster``.
+
+    example_inputs: one *global* batch; a dict is keyword arguments, a tuple positional ones.  loss_fn(outputs, batch)
+    returns the scalar loss; without one ``outputs.loss`` is taken, and without that the plan is for inference.
+    memory_limit: bytes per device.  pins: {glob of parameter or module names: layout}.  time_limit: seconds.
+
+    Raises CaptureError, RuleError, PlanError, InfeasiblePlan.
+    """
+    cluster = as_cluster(cluster)
+    bound = understand(model, example_inputs, loss_fn)
+    return solve(
+        bound,
+        cluster,
+        search=search,
+        pins=pins,
+        optimizer=optimizer,
+        precision=precision,
+        memory_limit=memory_limit,
+        time_limit=time_limit,
+        model_name=type(model).__name__,
+        progress=progress,
+    )
+
+
+def parallelize(
+    model: nn.Module,
+    cluster: ClusterSpec | str,
+    example_inputs: Any = None,
+    *,
+    plan: Plan | None = None,
+    loss_fn: capturing.LossFn | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> ParallelModule:
+    """A module that trains ``model`` on ``cluster`` by ``plan``, or by the one that `plan` finds with ``options``.
+
+    Every rank calls it with the same model and batch; weights are cut from ``model``, which must hold the same values
+    on every rank.  seed: of dropout.  Raises what `plan` raises, and RuntimeMismatch where plan, program and processes
+    do not belong together.
+    """
+    cluster = as_cluster(cluster)
+    bound = understand(model, example_inputs, loss_fn)
+    if plan is None:
+        plan = solve(bound, cluster, model_name=type(model).__name__, **options)
+    check_plan(plan, bound, cluster)
+    return build(model, bound, plan, seed)
+
+
+def random_plan(
+    model: nn.Module,
+    cluster: ClusterSpec | str,
+    example_inputs: Any = None,
+    seed: int = 0,
+    *,
+    loss_fn: capturing.LossFn | None = None,
+    search: Search | None = None,
+) -> Plan:
+    """Any legal plan, the same for the same seed: to test that plans do not change the mathematics."""
+    cluster = as_cluster(cluster)
+    bound = understand(model, example_inputs, loss_fn)
+    mesh = Mesh.of(search.mesh) if search is not None and search.mesh else Mesh(("x",), (cluster.world_size,))
+    return random_decisions(bound, mesh, fingerprints(bound.program, cluster), seed, type(model).__name__, str(cluster))
+
+
+# ------------------------------------------------------------------------------------------------ the steps
+
+
+def as_cluster(cluster: ClusterSpec | str) -> ClusterSpec:
+    return ClusterSpec(cluster) if isinstance(cluster, str) else cluster
+
+
+def understand(model: nn.Module, example_inputs: Any = None, loss_fn: capturing.LossFn | None = None) -> Bound:
+    """Capture, normalise, and bind a rule to every op."""
+    program = capturing.capture(model, example_inputs, loss_fn)
+    return bind_program(normalize(program, dict(model.named_buffers())))
+
+
+def fingerprints(program: Program, cluster: ClusterSpec) -> Fingerprints:
+    return Fingerprints(fingerprint(program), cluster.fingerprint, rules_fingerprint())
+
+
+def check_plan(plan: Plan, bound: Bound, cluster: ClusterSpec) -> None:
+    """Raise PlanError where a plan was made for something else."""
+    have = fingerprints(bound.program, cluster)
+    for what, theirs, ours, hint in (
+        ("model or batch", plan.fingerprints.graph, have.graph, "plan again for this model and this batch size"),
+        ("cluster", plan.fingerprints.cluster, have.cluster, "plan again for this cluster"),
+        ("set of rules", plan.fingerprints.rules, have.rules, "plan again with this version and these rules"),
+    ):
+        if theirs != ours:
+            raise PlanError(f"the plan is for another {what}", where=f"plan {plan.id}", expected=theirs, got=ours, hint=hint)
+    if plan.world_size != cluster.world_size:
+        raise PlanError(
+            "the plan's mesh does not fill the cluster",
+            where=f"plan {plan.id}",
+            expected=f"{plan.world_size} devices ({plan.device_mesh})",
+            got=f"{cluster.world_size} devices ({cluster})",
+        )
+
+
+def build(model: nn.Module, bound: Bound, plan: Plan, seed: int = 0) -> ParallelModule:
+    """Emit this rank's graphs and cut this rank's weights."""
+    program, mesh = bound.program, plan.device_mesh
+    device_mesh, rank = device_mesh_of(plan, mesh)
+    resolved = resolve(plan, bound, *expand(plan, bound))
+    at = mesh.coordinates(rank)
+    axes = runtime_axes(mesh, device_mesh, at)
+
+    def compile_graph(outputs: bool) -> Compiled:
+        emitted = emit(resolved, at, outputs)
+        return Compiled(fx.GraphModule(nn.Module(), emitted.graph), emitted.inputs, emitted.uses)
+
+    def print_code() -> str:
+        from autopar.passes.code import print_program
+
+        return print_program(plan, resolved, program, rank)
+
+    state = dict(model.named_parameters(remove_duplicate=False))
+    persistent = set(model.state_dict())
+    buffers = {n: (b, n in persistent) for n, b in model.named_buffers()}
+    for name, tensor in [*state.items(), *((n, b) for n, (b, _) in buffers.items())]:
+        if tensor.is_meta:
+            raise RuntimeMismatch(
+                "the model has no values to train", where=name, expected="a tensor with data", got="a meta tensor",
+                hint="autopar.plan() works on meta tensors; give parallelize() a model with weights",
+            )
+    constants = {k: v.clone() for k, v in run_prelude(program, dict(model.named_buffers())).items()}
+    return ParallelModule(
+        plan, weights_of(resolved, at, axes), state, buffers, constants, signature_of(bound), compile_graph, print_code,
+        device_mesh, rank, seed, model.training,
+    )
+
+
+def device_mesh_of(plan: Plan, mesh: Mesh) -> tuple[DeviceMesh | None, int]:
+    """The processes as the plan's mesh, and this process's rank; no mesh on one process.
+
+    Raises RuntimeMismatch where the number of processes is not the plan's, and where ranks hold unequal plans.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world != mesh.size:
+        raise RuntimeMismatch(
+            "the plan is for another number of processes",
+            where=f"plan {plan.id}",
+            expected=f"{mesh.size} ({mesh})",
+            got=f"{world}" + ("" if dist.is_initialized() else ", torch.distributed is not initialized"),
+            hint=f"torchrun --nproc-per-node {mesh.size} your_script.py, and init_process_group() before parallelize()",
+        )
+    if world == 1:
+        return None, 0
+    plans: list[Any] = [None] * world
+    dist.all_gather_object(plans, plan.id)
+    if len(set(plans)) > 1:
+        raise RuntimeMismatch(
+            "ranks hold unequal plans", expected=plans[0], got=", ".join(sorted(set(plans))),
+            hint="save the plan on one rank and load it on all",
+        )
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return init_device_mesh(device, mesh.sizes, mesh_dim_names=mesh.axes), dist.get_rank()
+
+
+def weights_of(resolved: Resolved, at: tuple[int, ...], axes: Any) -> tuple[Weight, ...]:
+    program, mesh = resolved.analysis.program, resolved.mesh
+    out = []
+    for node, parameter in program.parameters.items():
+        where = resolved.parameters[node]
+        gather, final = (steps(m, parameter.shape, mesh, at, axes) for m in (where.gather, where.final))
+        trained = resolved.analysis.values[node].differentiable
+        out.append(
+            Weight(
+                parameter.names, node, parameter.shape, where.stored, where.held, where.accumulated, gather, final,
+                parameter.requires_grad if program.loss is None else trained,
+            )
+        )
+    return tuple(out)
+
+
+def signature_of(bound: Bound) -> Signature:
+    program = bound.program
+    shapes = {n: (bound.values[n].shape, bound.values[n].dtype) for n in program.inputs}
+    return Signature(
+        lambda args, kwargs: capturing.flatten_batch(program, args, kwargs),
+        dict(program.inputs), shapes, dict(program.input_literals), program.out_spec,
+        tuple(program.mutations), dict(program.buffers), program.loss is not None,
+    )
+
+

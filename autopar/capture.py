@@ -1,0 +1,288 @@
+"""Capture: a model and one example batch become a `Program`, through torch.export in the model's own mode."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils import _pytree as pytree
+
+from autopar.errors import AutoparError, CaptureError
+from autopar.program import OutputName, Parameter, Program, split_batch, strip_wrapper
+
+_EXPORT_LOCK = threading.Lock()  # torch.export is not thread-safe
+
+LossFn = Callable[[Any, Any], torch.Tensor]
+
+
+class _WithLoss(nn.Module):
+    """The model and its loss as one module, so that both are captured in one graph."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn | None, model_keys: frozenset[str] | None):
+        super().__init__()
+        self.model = model
+        self._loss_fn = loss_fn
+        self._model_keys = model_keys
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        outputs = self.model(*args, **{k: v for k, v in kwargs.items() if _wanted(k, self._model_keys)})
+        if self._loss_fn is not None:
+            return self._loss_fn(outputs, kwargs if kwargs else args[0] if len(args) == 1 else args), outputs
+        return find_loss(outputs), outputs
+
+
+def _wanted(key: str, keys: frozenset[str] | None) -> bool:
+    return keys is None or key in keys
+
+
+def find_loss(outputs: Any) -> Any:
+    """``outputs.loss`` or ``outputs["loss"]``, or None."""
+    if isinstance(outputs, Mapping):
+        return outputs.get("loss")
+    return getattr(outputs, "loss", None)
+
+
+def default_inputs(model: nn.Module) -> Any:
+    """The model's own example batch.  Raises CaptureError when it has none."""
+    for name in ("dummy_inputs", "example_input_array"):
+        value = getattr(model, name, None)
+        if value is not None:
+            return value
+    raise CaptureError(
+        "no example batch",
+        where=type(model).__name__,
+        expected="example_inputs=, or model.dummy_inputs, or model.example_input_array",
+        got="none of them",
+        hint="pass one global batch: a dict for keyword arguments, a tuple for positional ones",
+    )
+
+
+@contextlib.contextmanager
+def _refusing_lost_backwards() -> Iterator[None]:
+    """Raise on what torch.export silently flattens: custom autograd Functions and checkpointed regions.
+
+    Both trace into plain ops, and their own backward is gone: gradients would be silently wrong, or memory more than
+    the user asked for.
+    """
+    import torch.utils.checkpoint as checkpoint_module
+
+    apply = torch.autograd.Function.__dict__["apply"]
+    region = checkpoint_module._checkpoint_without_reentrant_generator
+
+    def refused(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls is checkpoint_module.CheckpointFunction:
+            return region_refused()
+        raise CaptureError(
+            "a custom autograd.Function loses its backward in capture",
+            where=_user_frame(),
+            got=f"{cls.__module__}.{cls.__qualname__}",
+            expected="ops that autograd differentiates itself",
+            hint="write its forward in plain torch ops",
+        )
+
+    def region_refused(*args: Any, **kwargs: Any) -> Any:
+        raise CaptureError(
+            "a checkpoint() region vanishes in capture",
+            where=_user_frame(),
+            expected="no activation checkpointing in the model",
+            got="torch.utils.checkpoint.checkpoint",
+            hint="switch it off (Hugging Face: model.gradient_checkpointing_disable())",
+        )
+
+    torch.autograd.Function.apply = classmethod(refused)  # type: ignore[assignment]
+    checkpoint_module._checkpoint_without_reentrant_generator = region_refused
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = apply
+        checkpoint_module._checkpoint_without_reentrant_generator = region
+
+
+def _user_frame() -> str:
+    """The innermost frame that is not torch's or ours."""
+    for frame in reversed(traceback.extract_stack()):
+        if "/torch/" not in frame.filename and not frame.filename.endswith(("autopar/capture.py", "contextlib.py")):
+            return f"{frame.filename}:{frame.lineno}, in {frame.name}"
+    return ""
+
+
+def export(model: nn.Module, example: Any, loss_fn: LossFn | None = None) -> torch.export.ExportedProgram:
+    """Export ``model`` with its loss; the graph returns (loss, outputs).
+
+    Raises CaptureError with the cause and the user's line where the model cannot be captured.
+    """
+    args, kwargs = split_batch(example)
+    keys = None
+    if loss_fn is not None and kwargs:
+        parameters = inspect.signature(model.forward).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            keys = frozenset(parameters)
+    wrapped = _WithLoss(model, loss_fn, keys)
+    wrapped.training = model.training
+    try:
+        with _EXPORT_LOCK, _refusing_lost_backwards():
+            exported = torch.export.export(wrapped, (args, kwargs), strict=False)
+    except AutoparError:
+        raise
+    except Exception as error:
+        nested: BaseException | None = error
+        while nested is not None:
+            if isinstance(nested, AutoparError):
+                raise nested from None
+            nested = nested.__cause__ or nested.__context__
+        raise CaptureError(
+            f"torch.export cannot capture {type(model).__name__}",
+            where=_error_frame(error),
+            got=f"{type(error).__name__}: {_short(str(error))}",
+            hint=_advice(error),
+        ) from error
+    if needs_functionalization(exported):
+        with _EXPORT_LOCK:
+            exported = exported.run_decompositions({})
+    return exported
+
+
+def needs_functionalization(exported: torch.export.ExportedProgram) -> bool:
+    """Whether the graph writes in place: into values, or into buffers through batch norm."""
+    for node in exported.graph.nodes:
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload) and (
+            target._schema.is_mutable or target is torch.ops.aten.batch_norm.default
+        ):
+            return True
+    return False
+
+
+def _short(text: str, limit: int = 600) -> str:
+    text = text.strip()
+    return text if len(text) <= limit else text[:limit] + " ..."
+
+
+def _error_frame(error: BaseException) -> str:
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]
+    own = [f for f in frames if not f.filename.endswith("autopar/capture.py")]
+    return f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}" if own else ""
+
+
+def _advice(error: BaseException) -> str:
+    text = f"{type(error).__name__} {error}"
+    if "GuardOnDataDependent" in text or "data-dependent" in text:
+        return "control flow that depends on values of tensors cannot be planned: use torch.where or a mask"
+    if "output" in text and "pytree" in text or "Unsupported type" in text:
+        return "register the output class with torch.utils._pytree.register_pytree_node, or return a dict"
+    if isinstance(error, TypeError):
+        return "check the names and the number of the batch's entries against the model's forward"
+    return "run torch.export.export(model, ..., strict=False) on its own to see the whole message"
+
+
+def capture(model: nn.Module, example: Any = None, loss_fn: LossFn | None = None) -> Program:
+    """Capture ``model`` in its own mode on one global batch.  Raises CaptureError."""
+    example = default_inputs(model) if example is None else example
+    return from_exported(export(model, example, loss_fn), model)
+
+
+def from_exported(exported: torch.export.ExportedProgram, model: nn.Module) -> Program:
+    """The `Program` of an exported model: parameters under their original names, tied weights as one."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    by_name = dict(model.named_parameters(remove_duplicate=False))
+    graph = exported.graph
+    nodes = {n.name: n for n in graph.nodes}
+    parameters: dict[str, Parameter] = {}
+    buffers: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    inputs: dict[str, int] = {}
+    literals: dict[int, Any] = {}
+    first: dict[int, str] = {}
+    leaf = 0
+    for spec in exported.graph_signature.input_specs:
+        name = spec.arg.name
+        node = nodes[name]
+        if spec.kind is InputKind.PARAMETER:
+            parameter = by_name[strip_wrapper(spec.target or "")]
+            known = first.setdefault(id(parameter), name)
+            if known != name:  # a tied weight: all uses on the first placeholder
+                node.replace_all_uses_with(nodes[known])
+                graph.erase_node(node)
+                continue
+            parameters[name] = Parameter(
+                tuple(names[id(parameter)]), tuple(parameter.shape), parameter.dtype, parameter.requires_grad
+            )
+        elif spec.kind is InputKind.BUFFER:
+            buffers[name] = strip_wrapper(spec.target or "")
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            constants[name] = exported.constants[spec.target or ""]
+        elif spec.kind is InputKind.USER_INPUT:
+            if isinstance(node.meta.get("val"), torch.Tensor):
+                inputs[name] = leaf
+            else:
+                literals[leaf] = getattr(spec.arg, "value", None)
+                graph.erase_node(node) if not node.users else node.replace_all_uses_with(literals[leaf])
+            leaf += 1
+        else:
+            raise CaptureError(f"an input of kind {spec.kind.name} is not supported", where=str(spec.target))
+    output = graph.output_node()
+    leaves: list[Any] = []
+    mutations: dict[str, str] = {}
+    for spec, value in zip(exported.graph_signature.output_specs, output.args[0], strict=True):
+        if spec.kind is OutputKind.USER_OUTPUT:
+            leaves.append(OutputName(value.name) if isinstance(value, torch.fx.Node) else value)
+        elif spec.kind is OutputKind.BUFFER_MUTATION:
+            mutations[strip_wrapper(spec.target or "")] = value.name
+        else:
+            raise CaptureError(f"an output of kind {spec.kind.name} is not supported", where=str(spec.target))
+    graph.erase_node(output)
+    (loss, outputs), out_spec = _split_outputs(leaves, exported.call_spec.out_spec)
+    return Program(
+        graph,
+        parameters,
+        buffers,
+        inputs,
+        exported.call_spec.in_spec,
+        literals,
+        outputs,
+        out_spec,
+        loss,
+        mutations,
+        constants,
+        training=model.training,
+    )
+
+
+def _split_outputs(leaves: list[Any], spec: Any) -> tuple[tuple[str | None, list[Any]], Any]:
+    """Take (loss, outputs) apart.  Raises CaptureError for a loss that is no scalar."""
+    loss_spec, output_spec = spec.children() if hasattr(spec, "children") and callable(spec.children) else spec.children_specs
+    count = loss_spec.num_leaves
+    loss = leaves[0] if count == 1 else None
+    if loss is not None and not isinstance(loss, OutputName):
+        loss = None
+    return (loss, leaves[count:]), output_spec
+
+
+def flatten_batch(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Leaves of a batch in the order of ``program.inputs``.
+
+    Raises CaptureError where the structure differs from that of the example batch.
+    """
+    leaves, spec = pytree.tree_flatten(((args, kwargs), {}))
+    if spec != program.in_spec:
+        raise CaptureError(
+            "the batch does not have the structure that was captured",
+            expected=str(pytree.tree_unflatten([_Leaf()] * program.in_spec.num_leaves, program.in_spec)[0]),
+            got=str(pytree.tree_unflatten([_Leaf()] * spec.num_leaves, spec)[0]),
+            hint="pass the same entries as in example_inputs",
+        )
+    return leaves
+
+
+class _Leaf:
+    def __repr__(self) -> str:
+        return "*"

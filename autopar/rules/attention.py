@@ -1,0 +1,52 @@
+"""Attention."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autopar.errors import RuleError
+from autopar.layout import Shape
+from autopar.program import call_arguments, is_tensor, place, shape_of
+from autopar.rules.notation import Dims, Rule
+from autopar.rules.registry import algorithms_of, computed
+
+
+def _unit(dims: Dims, shape: Shape) -> Dims:
+    return tuple(() if n == 1 else f for f, n in zip(dims, shape, strict=True))
+
+
+@computed("aten.scaled_dot_product_attention.default", "autopar.attention")
+def _attention(node: fx.Node) -> Rule:
+    """``b h s e, b h t e, b h t v, mask -> b h s v``, linear in v; grouped queries ``b (h r) s e, b h t e, b h t v``."""
+    given = call_arguments(node)
+    q, k, v = (shape_of(given[n]) for n in ("query", "key", "value"))
+    if len(q) != 4:
+        raise RuleError("attention needs [batch, heads, rows, width]", where=place(node), got=f"{list(q)}")
+    sizes = {"b": q[0], "h": k[1], "r": q[1] // k[1], "s": q[2], "e": q[3], "t": k[2], "v": v[3]}
+    heads = ("h", "r") if sizes["r"] > 1 else ("h",)
+    ins: list[Dims] = [(("b",), heads, ("s",), ("e",)), (("b",), ("h",), ("t",), ("e",)), (("b",), ("h",), ("t",), ("v",))]
+    ins = [_unit(d, s) for d, s in zip(ins, (q, k, v), strict=True)]
+    mask = given.get("attn_mask", given.get("mask"))
+    if is_tensor(mask):
+        shape = shape_of(mask)
+        full: Dims = (("b",), heads, ("s",), ("t",))
+        ins.append(_unit(full[4 - len(shape) :], shape))
+    outs = (_unit((("b",), heads, ("s",), ("v",)), (q[0], q[1], q[2], v[3])),)
+    whole = {"e", "t"}
+    if given.get("is_causal") and "dims" not in given:
+        whole.add("s")
+    sizes = {f: n for f, n in sizes.items() if n > 1}
+    parts = {"dims": (("b",), heads, ("s",), ("t",))} if "dims" in given else {}
+    half = 0.5 if given.get("is_causal") else 1.0
+    group = ("b", "h", "r", "s", "t")
+    return Rule(
+        tuple(ins),
+        outs,
+        {**{f: 1 for f in ("b", "h", "r", "s", "e", "t", "v")}, **sizes},
+        ((2,),),
+        whole=frozenset(f for f in whole if f in sizes),
+        part_args=parts,
+        saves=(("in", 0), ("in", 1), ("in", 2), ("out", 0)),
+        flops=((2 * half, (*group, "e")), (2 * half, (*group, "v"))),
+        algorithms=algorithms_of(node),
+    )

@@ -1,0 +1,332 @@
+"""What follows from a rule: every legal way to run an op on a mesh, and the program that each rank then runs.
+
+On one axis an op may run
+    I               on whole, invariant values
+    R               on whole, replicated values
+    split f at cut  inputs and outputs that have factor f are S; the other inputs are R, the other outputs P
+    linear          P in, P out: one input of each product in the rule's form carries the pending sum, the others are R
+    parts f at cut  as split, by an algorithm that communicates itself
+and on several axes it runs so on each, the cuts of one factor nested.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from autopar.layout import I, Layout, P, R, S, State, canonical, is_valid
+from autopar.layout import Shape
+from autopar.rules.factors import Cut, cuts_nest, dimension_cut, factor_cut, local_size
+from autopar.rules.notation import Algorithm, Dims, Rule
+
+
+class Choice(NamedTuple):
+    """How one op runs on one axis.  ``kind`` is I, R, P (linear), split, or the name of an algorithm."""
+
+    kind: str
+    factor: str = ""
+    cut: Cut = Cut(1, 1, 1)
+    terms: tuple[int, ...] = ()  # of a linear choice: the input of each product that carries the sum
+
+    def __str__(self) -> str:
+        if self.kind in (I, R):
+            return self.kind
+        if self.kind == P:
+            return "P " + ",".join(map(str, self.terms))
+        cut = "" if self.cut.m == self.cut.u == 1 else f" at {self.cut.m},{self.cut.N},{self.cut.u}"
+        return f"{self.kind} {self.factor}{cut}"
+
+
+def parse_choice(text: str, rule: Rule) -> Choice:
+    """Inverse of ``str``.  Raises ValueError where the text is no choice of ``rule``."""
+    words = text.split()
+    if text in (I, R):
+        return Choice(text)
+    if len(words) == 2 and words[0] == P:
+        return Choice(P, terms=tuple(int(t) for t in words[1].split(",")))
+    kinds = {"split", *(a.name for a in rule.algorithms)}
+    if len(words) not in (2, 4) or words[0] not in kinds or words[1] not in rule.sizes:
+        raise ValueError(f"{text!r} is no choice here: kinds {sorted(kinds)}, factors {sorted(rule.sizes)}")
+    cut = Cut(1, rule.sizes[words[1]], 1) if len(words) == 2 else Cut(*map(int, words[3].split(",")))
+    if cut.m * cut.N * cut.u != rule.sizes[words[1]]:
+        raise ValueError(f"{text!r}: {cut.m} * {cut.N} * {cut.u} is not {rule.sizes[words[1]]}")
+    return Choice(words[0], words[1], cut)
+
+
+class Strategy(NamedTuple):
+    """One way to run an op on the whole mesh: a choice per axis and the layouts that follow."""
+
+    choices: tuple[Choice, ...]
+    ins: tuple[Layout, ...]
+    outs: tuple[Layout, ...]
+
+    def cuts(self, factor: str) -> tuple[tuple[int, Cut], ...]:
+        """(axis, cut) of ``factor``, from the outside in."""
+        found = [(a, c.cut) for a, c in enumerate(self.choices) if c.factor == factor]
+        return tuple(sorted(found, key=lambda t: t[1].m))
+
+    @property
+    def is_parallel(self) -> bool:
+        return any(c.factor for c in self.choices)
+
+
+@dataclass(frozen=True, slots=True)
+class OpType:
+    """What `strategies` must know of a node beside its rule."""
+
+    rule: Rule
+    in_shapes: tuple[Shape, ...]
+    out_shapes: tuple[Shape, ...]
+    differentiable_ins: tuple[bool, ...]  # inputs through which a gradient flows
+    differentiable_outs: tuple[bool, ...]
+    floating_ins: tuple[bool, ...]
+
+
+def algorithm_of(rule: Rule, choice: Choice) -> Algorithm | None:
+    return next((a for a in rule.algorithms if a.name == choice.kind and choice.factor in a.splits), None)
+
+
+def _axis_states(op: OpType, choice: Choice, n: int) -> tuple[list[State], list[State]] | None:
+    """States of inputs and outputs on one axis; None where the choice makes no sense for this op."""
+    rule = op.rule
+    if choice.kind in (I, R):
+        return [choice.kind] * len(rule.ins), [choice.kind] * len(rule.outs)
+    if choice.kind == P:
+        return [P if i in choice.terms else R for i in range(len(rule.ins))], [P] * len(rule.outs)
+    algorithm = algorithm_of(rule, choice)
+    lacking: State = P if algorithm is None else algorithm.lacking
+
+    def state(dims: Dims, otherwise: State) -> State:
+        cut = dimension_cut(dims, choice.factor, choice.cut, rule.sizes)
+        return otherwise if cut is None else canonical(S(*cut), n)
+
+    ins = [state(t, R) for t in rule.ins]
+    outs = [state(t, lacking) for t in rule.outs]
+    if algorithm is None and P in outs:
+        for term in rule.form:  # a product without the factor is added once, not once per rank
+            if all(ins[i] == R for i in term):
+                ins[term[0]] = P
+    return ins, outs
+
+
+def apply(op: OpType, choices: Sequence[Choice], axis_sizes: Sequence[int]) -> Strategy | None:
+    """The strategy that makes ``choices``; None where cuts do not nest or an algorithm cannot be joined with another."""
+    rule = op.rule
+    algorithms = {c.kind for c in choices if c.kind not in (I, R, P, "split")}
+    if len(algorithms) > 1:
+        return None
+    for factor in {c.factor for c in choices if c.factor}:
+        if not cuts_nest(
+            rule.sizes[factor], [(a, c.cut) for a, c in enumerate(choices) if c.factor == factor], axis_sizes
+        ):
+            return None
+    ins: list[list[State]] = [[] for _ in rule.ins]
+    outs: list[list[State]] = [[] for _ in rule.outs]
+    for choice, n in zip(choices, axis_sizes, strict=True):
+        states = _axis_states(op, choice, n)
+        if states is None:
+            return None
+        for column, new, flows in (
+            (ins, states[0], op.differentiable_ins),
+            (outs, states[1], op.differentiable_outs),
+        ):
+            for tensor, state, gradient in zip(column, new, flows, strict=True):
+                tensor.append(I if state == R and not gradient else state)  # without a gradient R and I are one
+    strategy = Strategy(tuple(choices), tuple(map(tuple, ins)), tuple(map(tuple, outs)))
+    for shape, layout in itertools.chain(
+        zip(op.in_shapes, strategy.ins, strict=True), zip(op.out_shapes, strategy.outs, strict=True)
+    ):
+        if not is_valid(shape, layout, axis_sizes):
+            return None
+    return strategy
+
+
+def linear_choices(op: OpType) -> list[Choice]:
+    """Every way to let a pending sum through: one floating input of each product, and nothing else, carries it."""
+    if not op.rule.form:
+        return []
+    options = [[i for i in term if op.floating_ins[i]] for term in op.rule.form]
+    if not all(options):
+        return []
+    return [Choice(P, terms=terms) for terms in itertools.product(*options)]
+
+
+def splittable(rule: Rule) -> list[tuple[str, str]]:
+    """(kind, factor) of every split, by the op itself and by its algorithms."""
+    out = [("split", f) for f in rule.factors if f not in rule.whole]
+    out += [(a.name, f) for a in rule.algorithms for f in a.splits if f in rule.factors]
+    return out
+
+
+def axis_choices(
+    op: OpType, points: Mapping[str, Iterable[Cut]], n: int, *, uneven: bool = True, empty: bool = False
+) -> list[Choice]:
+    """Every choice of one axis of ``n`` ranks.
+
+    points: candidate cuts of each factor.  uneven: also cuts that do not divide.  empty: also cuts that leave a rank
+    without a row.
+    """
+    out = [Choice(I)]
+    if any(op.differentiable_ins):
+        out.append(Choice(R))
+    for kind, factor in splittable(op.rule):
+        size = op.rule.sizes[factor]
+        seen: dict[Cut, None] = {}
+        for cut in points.get(factor, (Cut(1, size, 1),)):
+            if cut.N % n == 0:
+                seen[Cut(cut.m, size // cut.m, 1)] = None
+            elif uneven and cut.N > 1 and (empty or -(-cut.N // n) * (n - 1) < cut.N):
+                seen[cut] = None
+        out += [Choice(kind, factor, cut) for cut in seen]
+    return out + linear_choices(op)
+
+
+def _nested(choice: Choice, earlier: Sequence[Choice], axis_sizes: Sequence[int]) -> Choice | None:
+    """``choice`` inside the cuts that earlier axes already made of the same factor; None where it does not fit."""
+    cut = choice.cut
+    for before, n in zip(earlier, axis_sizes, strict=False):
+        if before.factor == choice.factor and before.factor:
+            if before.cut.N % n:
+                return None
+            inside = before.cut.m * n
+            if cut.m < inside:  # the candidate starts outside that cut: start where it ends
+                size = cut.m * cut.N * cut.u
+                if inside % cut.m or cut.N * cut.m % inside:
+                    return None
+                cut = Cut(inside, size // inside // cut.u, cut.u)
+    return choice._replace(cut=cut)
+
+
+def strategies(
+    op: OpType,
+    points: Mapping[str, Iterable[Cut]],
+    axis_sizes: Sequence[int],
+    *,
+    uneven: bool = True,
+    keep: Callable[[Choice, int], bool] = lambda choice, axis: True,
+) -> list[Strategy]:
+    """Every strategy, once per distinct (ins, outs); of several axes on one factor the slow axis cuts outside.
+
+    keep: a filter of choices by axis (a restricted search).
+    """
+    per_axis = [
+        [c for c in axis_choices(op, points, n, uneven=uneven) if keep(c, a)] for a, n in enumerate(axis_sizes)
+    ]
+    found: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], Strategy] = {}
+    for combination in itertools.product(*per_axis):
+        choices: list[Choice] = []
+        for a, choice in enumerate(combination):
+            fitted = _nested(choice, choices, axis_sizes) if choice.factor else choice
+            if fitted is None:
+                break
+            n = axis_sizes[a]
+            if fitted.factor and fitted.cut.N % n and (not uneven or -(-fitted.cut.N // n) * (n - 1) >= fitted.cut.N):
+                break
+            choices.append(fitted)
+        else:
+            strategy = apply(op, choices, axis_sizes)
+            if strategy is not None:
+                key = (strategy.ins, strategy.outs)
+                if key not in found or _rank(strategy) < _rank(found[key]):
+                    found[key] = strategy
+    return list(found.values())
+
+
+def _rank(strategy: Strategy) -> tuple[int, str]:
+    """Among strategies with equal layouts the op itself goes before an algorithm, then by name."""
+    special = sum(c.kind not in (I, R, P, "split") for c in strategy.choices)
+    return special, str(strategy.choices)
+
+
+def random_strategy(
+    op: OpType, points: Mapping[str, Iterable[Cut]], axis_sizes: Sequence[int], rng: random.Random
+) -> Strategy:
+    """Any legal strategy, splits first: for testing.  Axes cut a factor in any order; shards may be empty."""
+    order = list(range(len(axis_sizes)))
+    for _ in range(100):
+        rng.shuffle(order)
+        picked: dict[int, Choice] = {}
+        for a in order:
+            options = axis_choices(op, points, axis_sizes[a], empty=True)
+            splits = [c for c in options if c.factor]
+            choice = rng.choice(splits) if splits and rng.random() < 0.7 else rng.choice(options)
+            if choice.factor:
+                earlier = [picked[b] for b in order if b in picked]
+                sizes = [axis_sizes[b] for b in order if b in picked]
+                choice = _nested(choice, earlier, sizes) or Choice(I)
+            picked[a] = choice
+        strategy = apply(op, [picked[a] for a in range(len(axis_sizes))], axis_sizes)
+        if strategy is not None:
+            return strategy
+    whole = apply(op, [Choice(I)] * len(axis_sizes), axis_sizes)
+    assert whole is not None  # invariant values are always legal
+    return whole
+
+
+def factor_size(rule: Rule, strategy: Strategy, factor: str, axis_sizes: Sequence[int], at: Sequence[int]) -> int:
+    """Rows of ``factor`` on the rank at coordinates ``at``."""
+    return local_size(rule.sizes[factor], strategy.cuts(factor), axis_sizes, at)
+
+
+def local_flops(rule: Rule, strategy: Strategy, axis_sizes: Sequence[int]) -> float:
+    """Floating-point operations of the forward pass on the fullest rank."""
+    first = (0,) * len(axis_sizes)
+    return sum(
+        c * math.prod(factor_size(rule, strategy, f, axis_sizes, first) for f in factors) for c, factors in rule.flops
+    )
+
+
+def cut_points(
+    ops: Sequence[tuple[Rule, Sequence[str], Sequence[str]]], shapes: Mapping[str, Shape], limit: int = 12
+) -> dict[str, tuple[frozenset[Cut], ...]]:
+    """Candidate cuts of every dimension of every value, carried through the rules to a fixpoint.
+
+    ops: (rule, names of inputs, names of outputs), views among them.  A rule alone cannot see that a fused QKV weight
+    should be cut in three groups: the view that follows it can, and its cuts travel back along the graph.  ``limit``
+    bounds the candidates of one dimension; plain ones and those with few groups are kept first.
+    """
+    points: dict[str, list[set[Cut]]] = {v: [{Cut(1, n, 1)} for n in s] for v, s in shapes.items()}
+    users: dict[str, list[int]] = {}
+    for k, (_, ins, outs) in enumerate(ops):
+        for v in (*ins, *outs):
+            users.setdefault(v, []).append(k)
+    pending = dict.fromkeys(range(len(ops)))
+    while pending:
+        k = next(iter(pending))
+        del pending[k]
+        rule, ins, outs = ops[k]
+        tensors = [*zip(rule.ins, ins, strict=True), *zip(rule.outs, outs, strict=True)]
+        found = factor_points(rule, [(dims, points[v]) for dims, v in tensors])
+        for dims, v in tensors:
+            for d, names in enumerate(dims):
+                for factor in names:
+                    for cut in found[factor]:
+                        image = dimension_cut(dims, factor, cut, rule.sizes)
+                        if image is not None:
+                            new = Cut(*image[1:])
+                            if new not in points[v][d] and len(points[v][d]) < limit:
+                                points[v][d].add(new)
+                                pending.update(dict.fromkeys(users[v]))
+    return {v: tuple(frozenset(p) for p in dims) for v, dims in points.items()}
+
+
+def factor_points(
+    rule: Rule, tensors: Iterable[tuple[Dims, Sequence[Iterable[Cut]]]]
+) -> dict[str, tuple[Cut, ...]]:
+    """Candidate cuts of each factor of a rule, from those of its tensors' dimensions; in a fixed order."""
+    found: dict[str, set[Cut]] = {f: {Cut(1, rule.sizes[f], 1)} for f in rule.factors}
+    for dims, per_dim in tensors:
+        for d, names in enumerate(dims):
+            if names:
+                for cut in per_dim[d]:
+                    # an axis of N ranks is the finest that this cut serves: it is even there
+                    hit = factor_cut(dims, S(d, *cut), cut.N, rule.sizes) if cut.N > 1 else None
+                    if hit is not None:
+                        factor, even = hit
+                        inner = even.N // cut.N
+                        found[factor].add(Cut(even.m, cut.N, inner))
+    return {f: tuple(sorted(c)) for f, c in found.items()}

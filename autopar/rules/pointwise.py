@@ -1,0 +1,81 @@
+"""Pointwise ops: every op with torch's own tag has a rule by broadcasting; here stands in what they are linear."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.layout import Shape
+from autopar.program import call_arguments, shape_of, target_name, tensor_inputs
+from autopar.rules.notation import Dims, Rule
+from autopar.rules.registry import algorithms_of, computed
+
+_PRODUCTS = {"aten.mul.Tensor", "aten.mul.Scalar"}
+_SUMS = {"aten.add.Tensor", "aten.sub.Tensor"}
+_QUOTIENTS = {"aten.div.Tensor", "aten.div.Scalar"}
+_LINEAR = {"aten.neg.default", "aten.clone.default", "aten.contiguous.default", "aten.alias.default"}
+
+# what autograd keeps for backward, by position of input or "out"; ops that are not listed and not linear keep inputs
+_KEEPS_OUTPUT = {"aten.relu.default", "aten.tanh.default", "aten.sigmoid.default", "aten.exp.default", "aten.rsqrt.default"}
+
+
+def broadcast_dims(shape: Shape, out: Shape) -> Dims:
+    """Dimensions of an operand in the factors d0, d1, ... of the output; unit ones have none."""
+    offset = len(out) - len(shape)
+    return tuple(() if n == 1 else (f"d{i + offset}",) for i, n in enumerate(shape))
+
+
+def pointwise_rule(node: fx.Node, form: tuple[tuple[int, ...], ...], saves: tuple[tuple[str, int], ...], **more: Any) -> Rule:
+    """Rule of an op that works element by element on its broadcast inputs."""
+    out = shape_of(node)
+    ins = tuple(broadcast_dims(shape_of(v), out) for v in tensor_inputs(node))
+    sizes = {f"d{i}": n for i, n in enumerate(out) if n > 1}
+    return Rule(ins, (broadcast_dims(out, out),), sizes, form, saves=saves, algorithms=algorithms_of(node), **more)
+
+
+@computed("pointwise")
+def _pointwise(node: fx.Node) -> Rule:
+    name = target_name(node)
+    inputs = tensor_inputs(node)
+    keeps = tuple(("in", i) for i in range(len(inputs)))
+    if name in _PRODUCTS:
+        return pointwise_rule(node, (tuple(range(len(inputs))),), keeps if len(inputs) > 1 else ())
+    if name in _SUMS:
+        return pointwise_rule(node, ((0,), (1,)) if len(inputs) == 2 else (), ())
+    if name in _QUOTIENTS and "rounding_mode" not in call_arguments(node):
+        return pointwise_rule(node, ((0,),), keeps if len(inputs) > 1 else ())
+    if name in _LINEAR:
+        return pointwise_rule(node, ((0,),), ())
+    return pointwise_rule(node, (), (("out", 0),) if name in _KEEPS_OUTPUT else keeps)
+
+
+@computed("aten.clone.default", "aten.contiguous.default", "aten.alias.default")
+def _copies(node: fx.Node) -> Rule:
+    return pointwise_rule(node, ((0,),), ())
+
+
+@computed("aten.to.dtype")
+def _cast(node: fx.Node) -> Rule:
+    """A cast to a type that can hold every value is linear; to fewer bits it rounds, and rounding is not."""
+    source, target = tensor_inputs(node)[0].meta["val"].dtype, node.meta["val"].dtype
+    wider = source.is_floating_point and target.is_floating_point and torch.promote_types(source, target) == target
+    return pointwise_rule(node, ((0,),) if wider else (), ())
+
+
+@computed("aten.where.self")
+def _where(node: fx.Node) -> Rule:
+    count = len(tensor_inputs(node))
+    return pointwise_rule(node, ((1,), (2,)) if count == 3 else (), (("in", 0),))
+
+
+@computed("aten.masked_fill.Scalar")
+def _masked_fill(node: fx.Node) -> Rule:
+    """Filling with zero is linear in the filled tensor."""
+    return pointwise_rule(node, ((0,),) if node.args[2] == 0 else (), (("in", 1),))
+
+
+@computed(*(f"aten.__{name}__.{kind}" for name in ("and", "or", "xor") for kind in ("Tensor", "Scalar")), "aten.detach.default")
+def _not_linear(node: fx.Node) -> Rule:
+    return pointwise_rule(node, (), ())

@@ -1,0 +1,157 @@
+"""The table of rules, and how a user adds to it."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.errors import RuleError
+from autopar.program import call_arguments, is_tensor, output_values, place, shape_of, target_name
+from autopar.rules.notation import Algorithm, Definition, Rule, bind, define
+
+_DEFINITIONS: dict[str, Definition] = {}
+_COMPUTED: dict[str, Callable[[fx.Node], Rule]] = {}
+_ALGORITHMS: dict[str, tuple[Algorithm, ...]] = {}
+
+
+def rule(
+    op: str,
+    signature: str,
+    *,
+    args: str,
+    form: str = "",
+    sum: str = "",
+    whole: str = "",
+    sizes: Mapping[str, str] | None = None,
+    saves: str = "",
+    flops: str = "",
+) -> None:
+    """Say how an op may be split, for example
+
+        rule("mylib.scale.default", "... n, n -> ... n", args="x w", form="x*w", saves="x w")
+
+    op: the name in an error message or in ``str(torch.ops.mylib.scale.default)``.
+    signature: factors of every tensor argument and output (`autopar.rules.notation`).  args: a name for each tensor
+    argument, in order.  form: the sum of products in which the op is linear; empty if it is not.  sum: factors whose
+    parts add up.  whole: factors that may not be split.  sizes: arguments that are sizes, in factors.  saves: what
+    autograd keeps for backward.  flops: of the forward pass, as in "2 ... k n".
+
+    Raises RuleError when the text is wrong, or the op has a rule already.
+    """
+    if op in _DEFINITIONS or op in _COMPUTED:
+        raise RuleError("this op has a rule already", where=op, hint="an algorithm() adds a second implementation")
+    _DEFINITIONS[op] = define(
+        op, signature, args=args, form=form, sum=sum, whole=whole, sizes=sizes, saves=saves, flops=flops
+    )
+
+
+def algorithm(op: str, name: str, *, splits: str, run: Callable[..., Any], lacking: str = "I") -> None:
+    """Add an implementation of ``op`` that communicates itself and so can split more factors (see `Algorithm`).
+
+    ``run`` is called as the op is, with the keyword ``parts``: {factor: Part} for the factors in ``splits``.
+    Raises RuleError when the op has no rule yet or the name is taken.
+    """
+    if op not in _DEFINITIONS and op not in _COMPUTED:
+        raise RuleError("an algorithm needs the op's rule first", where=op)
+    known = _ALGORITHMS.get(op, ())
+    if name in ("split", "I", "R", "P") or any(a.name == name for a in known):
+        raise RuleError("this name is taken", where=op, got=name)
+    _ALGORITHMS[op] = (*known, Algorithm(name, tuple(splits.split()), run, lacking))
+
+
+def computed(*ops: str) -> Callable[[Callable[[fx.Node], Rule]], Callable[[fx.Node], Rule]]:
+    """Register a function that makes the rule of one node: for views, and ops whose arguments decide."""
+
+    def register(make: Callable[[fx.Node], Rule]) -> Callable[[fx.Node], Rule]:
+        for op in ops:
+            _COMPUTED[op] = make
+        return make
+
+    return register
+
+
+def unregister(op: str) -> None:
+    """Forget an op's rule and algorithms (tests of one's own rules)."""
+    _DEFINITIONS.pop(op, None)
+    _COMPUTED.pop(op, None)
+    _ALGORITHMS.pop(op, None)
+
+
+def has_rule(op: str) -> bool:
+    return op in _DEFINITIONS or op in _COMPUTED
+
+
+def rules_fingerprint() -> str:
+    """Eight hex digits over the table of rules: a plan speaks of factors by their names."""
+    written = [
+        (k, d.signature, d.args, d.form, sorted(d.sums), sorted(d.whole), sorted(d.size_args.items()))
+        for k, d in _DEFINITIONS.items()
+    ]
+    text = repr(sorted(written)) + repr(sorted(_COMPUTED))
+    text += repr(sorted((k, [(a.name, a.splits, a.lacking) for a in v]) for k, v in _ALGORITHMS.items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _tensor_parameters(target: Any) -> list[str]:
+    """Names of a target's tensor parameters, in order."""
+    if isinstance(target, torch._ops.OpOverload):
+        return [a.name for a in target._schema.arguments if "Tensor" in str(a.type)]
+    parameters = inspect.signature(target).parameters.values()
+    return [p.name for p in parameters if str(p.annotation).startswith("Tensor")]
+
+
+def named_inputs(node: fx.Node, names: Sequence[str]) -> dict[str, fx.Node]:
+    """The node's tensor arguments under the names a rule gives them; absent optional ones are left out."""
+    given = call_arguments(node)
+    return {
+        name: given[parameter]
+        for name, parameter in zip(names, _tensor_parameters(node.target), strict=False)
+        if is_tensor(given.get(parameter))
+    }
+
+
+def from_text(node: fx.Node, definition: Definition, given: Mapping[str, int] | None = None) -> Rule:
+    """Bind a written rule to ``node``."""
+    inputs = {n: shape_of(v) for n, v in named_inputs(node, definition.args).items()}
+    value = node.meta["val"]
+    outputs = [tuple(value.shape)] if isinstance(value, torch.Tensor) else [tuple(v.shape) for v in value]
+    name = target_name(node)
+    return bind(
+        definition, inputs, outputs, where=f"{name} at {place(node)}", algorithms=_ALGORITHMS.get(name, ()), given=given
+    )
+
+
+def algorithms_of(node: fx.Node) -> tuple[Algorithm, ...]:
+    return _ALGORITHMS.get(target_name(node), ())
+
+
+def rule_for(node: fx.Node) -> Rule:
+    """The rule of a call.  Raises RuleError naming op, module and source line where there is none."""
+    name = target_name(node)
+    if name in _COMPUTED:
+        return _COMPUTED[name](node)
+    if name in _DEFINITIONS:
+        return from_text(node, _DEFINITIONS[name])
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
+        return _COMPUTED["pointwise"](node)
+    shapes = ", ".join(" ".join(chr(97 + i) for i in range(len(shape_of(v)))) for v in node.all_input_nodes if is_tensor(v))
+    out = " ".join(chr(97 + i) for i in range(len(shape_of(node)))) if is_tensor(node) else "..."
+    raise RuleError(
+        f"no rule for {name}",
+        where=place(node),
+        expected="a rule that says which dimensions may be split",
+        got="none",
+        hint=f'add one: autopar.rules.rule("{name}", "{shapes} -> {out}", args="...", whole="...")',
+    )
+
+
+
+
+__all__ = ["algorithm", "algorithms_of", "computed", "from_text", "has_rule", "output_values", "rule", "rule_for"]

@@ -1,0 +1,251 @@
+"""Conversions at run time: one differentiable function that moves a local tensor between two states of one axis.
+
+Every function takes the local tensor and an `Axis`.  A shard is given as a `Split`, the way the rank sees it: the local
+dimension is (outer, units, inner) with this axis undone, and the rank holds the units that torch.chunk gives it.
+Gathers pad unequal shards, and a rank with an empty shard takes part in every collective, forward and backward.
+Buffers are contiguous: gloo gives wrong values on strided views without an error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.layout import I, P, R, Split, chunk_bounds, dual
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Axis:
+    """This rank's place on one mesh axis.  ``group`` is None on an axis of one rank."""
+
+    name: str
+    size: int
+    index: int
+    group: Any = None
+
+
+LocalState = Split | str
+
+
+class Step(NamedTuple):
+    """One conversion of a chain, as a node's argument."""
+
+    axis: Axis
+    src: LocalState
+    dst: LocalState
+
+
+# --------------------------------------------------------------------------------------------- local moves
+
+
+def _bounds(split: Split, axis: Axis) -> tuple[int, int]:
+    return chunk_bounds(split.units, axis.size, axis.index)
+
+
+def _unfold(x: Tensor, split: Split, units: int) -> Tensor:
+    """View of ``x`` with the split dimension as (outer, units, inner)."""
+    return x.reshape(*x.shape[: split.dim], split.outer, units, split.inner, *x.shape[split.dim + 1 :])
+
+
+def _fold(x: Tensor, dim: int) -> Tensor:
+    rows = x.shape[dim] * x.shape[dim + 1] * x.shape[dim + 2]
+    return x.reshape(*x.shape[:dim], rows, *x.shape[dim + 3 :])
+
+
+def take_part(x: Tensor, split: Split, axis: Axis) -> Tensor:
+    """This rank's shard of a whole value."""
+    low, high = _bounds(split, axis)
+    if split.outer == 1:
+        return x.narrow(split.dim, low * split.inner, (high - low) * split.inner)
+    return _fold(_unfold(x, split, split.units).narrow(split.dim + 1, low, high - low), split.dim)
+
+
+def pad_part(x: Tensor, split: Split, axis: Axis) -> Tensor:
+    """The whole value with this rank's shard in its place and zeros elsewhere: a term of a sum."""
+    low, high = _bounds(split, axis)
+    shape = list(x.shape)
+    shape[split.dim] = split.outer * split.units * split.inner
+    out = x.new_zeros(shape)
+    _unfold(out, split, split.units).narrow(split.dim + 1, low, high - low).copy_(_unfold(x, split, high - low))
+    return out
+
+
+# --------------------------------------------------------------------------------------------- collectives
+
+
+def _carried(x: Tensor) -> Tensor:
+    """``x`` as a dtype that every backend carries, contiguous; bits are kept."""
+    x = x.contiguous()
+    if x.dtype is torch.bool:
+        return x.view(torch.uint8)
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+def _restored(x: Tensor, like: Tensor) -> Tensor:
+    if like.dtype is torch.bool:
+        return x.view(torch.bool)
+    return torch.view_as_complex(x) if like.is_complex() else x
+
+
+def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """Sum over the axis, in a tensor of its own; 16-bit floats are summed in fp32."""
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    buffer = _carried(wide)
+    if buffer.data_ptr() == x.data_ptr():
+        buffer = buffer.clone()
+    dist.all_reduce(buffer, group=axis.group)
+    return _restored(buffer, wide).to(x.dtype)
+
+
+def _stacked(x: Tensor, split: Split, axis: Axis) -> Tensor:
+    """A whole value as (n, largest part): the parts one after the other, each padded to the largest."""
+    n, units = axis.size, split.units
+    largest = -(-units // n)
+    whole = _unfold(x, split, units).movedim(split.dim + 1, 0)
+    if largest * n != units:
+        whole = torch.cat([whole, whole.new_zeros(largest * n - units, *whole.shape[1:])])
+    return whole.reshape(n, -1)
+
+
+def _unstacked(parts: Tensor, split: Split, axis: Axis, shape: tuple[int, ...]) -> Tensor:
+    """Inverse of `_stacked`; ``shape`` is the whole value's local shape."""
+    n, units = axis.size, split.units
+    rest = (*shape[: split.dim], split.outer, split.inner, *shape[split.dim + 1 :])
+    whole = parts.reshape(n * -(-units // n), *rest)[:units]
+    if split.dim == 0 and split.outer == 1:
+        return whole.reshape(shape)
+    return whole.movedim(0, split.dim + 1).reshape(shape)
+
+
+def _part_stacked(x: Tensor, split: Split, axis: Axis) -> Tensor:
+    """This rank's shard as one row of `_stacked`."""
+    low, high = _bounds(split, axis)
+    part = _unfold(x, split, high - low).movedim(split.dim + 1, 0)
+    missing = -(-split.units // axis.size) - (high - low)
+    if missing:
+        part = torch.cat([part, part.new_zeros(missing, *part.shape[1:])])
+    return part.reshape(-1)
+
+
+def _part_unstacked(row: Tensor, split: Split, axis: Axis, shape: tuple[int, ...]) -> Tensor:
+    """Inverse of `_part_stacked`; ``shape`` is the whole value's local shape."""
+    low, high = _bounds(split, axis)
+    rest = (*shape[: split.dim], split.outer, split.inner, *shape[split.dim + 1 :])
+    part = row.reshape(-(-split.units // axis.size), *rest)[: high - low]
+    return _fold(part.movedim(0, split.dim + 1), split.dim).contiguous()
+
+
+def whole_shape(part: Tensor, split: Split) -> tuple[int, ...]:
+    return (*part.shape[: split.dim], split.outer * split.units * split.inner, *part.shape[split.dim + 1 :])
+
+
+def all_gather(x: Tensor, split: Split, axis: Axis) -> Tensor:
+    """The whole value from every rank's shard."""
+    shape = whole_shape(x, split)
+    row = _carried(_part_stacked(x, split, axis))
+    out = row.new_empty((axis.size * row.shape[0], *row.shape[1:]))
+    dist.all_gather_into_tensor(out, row, group=axis.group)
+    return _unstacked(_restored(out, x), split, axis, shape)
+
+
+def reduce_scatter(x: Tensor, split: Split, axis: Axis) -> Tensor:
+    """This rank's shard of the sum; 16-bit floats are summed in fp32."""
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    rows = _carried(_stacked(wide, split, axis).reshape(-1))
+    row = rows.new_empty((rows.shape[0] // axis.size, *rows.shape[1:]))
+    dist.reduce_scatter_tensor(row, rows, group=axis.group)
+    return _part_unstacked(_restored(row, wide), split, axis, tuple(x.shape)).to(x.dtype)
+
+
+def all_to_all(x: Tensor, src: Split, dst: Split, axis: Axis) -> Tensor:
+    """From the shard ``src`` to the shard ``dst`` of one value, cut along two dimensions."""
+    n = axis.size
+    low, high = _bounds(src, axis)
+    held = high - low
+    mine = _unfold(x, src, held)  # cut this along dst: every rank gets its part of what we hold
+    shift = 2 if dst.dim > src.dim else 0
+    view = Split(dst.dim + shift, dst.outer, dst.units, dst.inner)
+    pieces = []
+    for i in range(n):
+        a, b = chunk_bounds(dst.units, n, i)
+        pieces.append(_fold(_unfold(mine, view, dst.units).narrow(view.dim + 1, a, b - a), view.dim).contiguous())
+    a, b = _bounds(dst, axis)
+    shape = list(x.shape)
+    shape[dst.dim] = dst.outer * (b - a) * dst.inner
+    sizes = []
+    for i in range(n):
+        c, d = chunk_bounds(src.units, n, i)
+        sizes.append([*shape[: src.dim], src.outer, d - c, src.inner, *shape[src.dim + 1 :]])
+    sent = [_carried(p).reshape(-1) for p in pieces]
+    row = sent[0].new_empty(0)
+    double = 2 if x.is_complex() else 1
+    counts = [_numel(s) * double for s in sizes]
+    received = row.new_empty(sum(counts))
+    dist.all_to_all_single(received, torch.cat(sent), counts, [p.numel() for p in sent], group=axis.group)
+    parts = []
+    for chunk, size in zip(received.split(counts), sizes, strict=True):
+        if x.is_complex():
+            chunk = chunk.reshape(-1, 2)
+        parts.append(_restored(chunk, x).reshape(size))
+    return _fold(torch.cat(parts, src.dim + 1), src.dim)
+
+
+def _numel(size: list[int]) -> int:
+    out = 1
+    for n in size:
+        out *= n
+    return out
+
+
+def move(x: Tensor, axis: Axis, src: LocalState, dst: LocalState) -> Tensor:
+    """The value in ``dst`` from the value in ``src``; no gradient."""
+    if src == dst or axis.size == 1:
+        return x
+    if isinstance(src, Split):
+        if dst == P:
+            return pad_part(x, src, axis)
+        if isinstance(dst, Split):
+            if dst.dim == src.dim:  # two cuts of one dimension overlap in no regular way: through the whole value
+                return take_part(all_gather(x, src, axis), dst, axis).contiguous()
+            return all_to_all(x, src, dst, axis)
+        return all_gather(x, src, axis)
+    if src == P:
+        return reduce_scatter(x, dst, axis) if isinstance(dst, Split) else all_reduce(x, axis)
+    if isinstance(dst, Split):
+        return take_part(x, dst, axis).contiguous()
+    if dst == P:
+        return x if axis.index == 0 else torch.zeros_like(x)
+    return x
+
+
+def dual_state(state: LocalState) -> LocalState:
+    return state if isinstance(state, Split) else dual(state)  # type: ignore[return-value]
+
+
+class _Convert(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, src: LocalState, dst: LocalState) -> Tensor:
+        ctx.step = (axis, src, dst)
+        y = move(x, axis, src, dst)
+        return x.view_as(x) if y is x else y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        axis, src, dst = ctx.step
+        return move(grad, axis, dual_state(dst), dual_state(src)), None, None, None
+
+
+def convert(x: Tensor, axis: Axis, src: LocalState, dst: LocalState) -> Tensor:
+    """``x`` moved from ``src`` to ``dst`` on ``axis``; its gradient takes the way back between the dual states."""
+    if axis.size == 1:
+        return x
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Convert.apply(x, axis, src, dst)  # type: ignore[no-any-return]
+    return move(x, axis, src, dst)
+
+
+__all__ = ["Axis", "I", "P", "R", "Split", "Step", "convert", "move"]

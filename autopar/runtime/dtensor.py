@@ -1,0 +1,99 @@
+"""Layouts as torch's DTensors: how a weight is stored under its original name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from autopar.errors import RuntimeMismatch
+from autopar.layout import I, Layout, Mesh, Move, S, Shape, canonical, cut_order, local_split
+from autopar.runtime.collectives import Axis, Step, take_part
+
+
+def placements(layout: Layout, axis_sizes: Sequence[int]) -> tuple[Placement, ...]:
+    """DTensor placements of a stored layout (I and S states).
+
+    Cuts that nest in the order of the axes are `Shard`; one even cut in m groups is a strided shard.
+    """
+    out: list[Placement] = []
+    for axis, state in enumerate(layout):
+        if not isinstance(state, S):
+            out.append(Replicate())
+            continue
+        before = math.prod(
+            axis_sizes[b] for b, s in enumerate(layout) if b < axis and isinstance(s, S) and s.dim == state.dim
+        )
+        out.append(Shard(state.dim) if state.m == before else _StridedShard(state.dim, split_factor=state.m))
+    return tuple(out)
+
+
+def from_placements(shape: Shape, given: Iterable[Placement], axis_sizes: Sequence[int]) -> Layout:
+    """Inverse of `placements`; a partial placement is refused with ValueError."""
+    out: list[Any] = []
+    for axis, placement in enumerate(given):
+        n = axis_sizes[axis]
+        if placement.is_replicate():
+            out.append(I)
+        elif isinstance(placement, _StridedShard):
+            out.append(canonical(S(placement.dim, placement.split_factor, shape[placement.dim] // placement.split_factor, 1), n))
+        elif isinstance(placement, Shard):
+            before = math.prod(axis_sizes[b] for b, s in enumerate(out) if isinstance(s, S) and s.dim == placement.dim)
+            out.append(canonical(S(placement.dim, before, shape[placement.dim] // before, 1), n))
+        else:
+            raise ValueError(f"{placement} is no layout of a stored weight")
+    return tuple(out)
+
+
+def steps(moves: Iterable[Move], shape: Shape, mesh: Mesh, at: Sequence[int], axes: Sequence[Axis]) -> tuple[Step, ...]:
+    """Planned moves of a value of global ``shape`` as this rank makes them."""
+
+    def local(move: Move, state: Any) -> Any:
+        return local_split(shape, move.layout, move.axis, state, mesh.sizes, at) if isinstance(state, S) else state
+
+    return tuple(Step(axes[m.axis], local(m, m.layout[m.axis]), local(m, m.target)) for m in moves)
+
+
+def take_local(x: Tensor, layout: Layout, mesh: Mesh, at: Sequence[int], axes: Sequence[Axis]) -> Tensor:
+    """This rank's shard of a whole tensor, in memory of its own."""
+    shape, current = tuple(x.shape), [I] * len(layout)
+    for axis in cut_order(layout):
+        state = layout[axis]
+        x = take_part(x, local_split(shape, tuple(current), axis, state, mesh.sizes, at), axes[axis])  # type: ignore[arg-type]
+        current[axis] = state  # type: ignore[assignment]
+    return x.detach().clone(memory_format=torch.contiguous_format)
+
+
+def wrap(local: Tensor, layout: Layout, shape: Shape, mesh: Mesh, device_mesh: DeviceMesh | None) -> Tensor:
+    """``local`` as a DTensor of global ``shape``; as it is where there is no mesh."""
+    if device_mesh is None:
+        return local
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local, device_mesh, placements(layout, mesh.sizes), run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def local_of(x: Tensor) -> Tensor:
+    return x._local_tensor if isinstance(x, DTensor) else x
+
+
+def runtime_axes(mesh: Mesh, device_mesh: DeviceMesh | None, at: Sequence[int]) -> tuple[Axis, ...]:
+    """This rank's `Axis` on every mesh axis.  Raises RuntimeMismatch where there is no process group for one."""
+    out = []
+    for k, (name, n) in enumerate(zip(mesh.axes, mesh.sizes, strict=True)):
+        if n > 1 and device_mesh is None:
+            raise RuntimeMismatch(
+                "this plan needs more than one process",
+                expected=f"{mesh.size} processes ({mesh})",
+                got="1",
+                hint=f"torchrun --nproc-per-node {mesh.size} your_script.py",
+            )
+        out.append(Axis(name, n, at[k], device_mesh.get_group(k) if n > 1 and device_mesh is not None else None))
+    return tuple(out)

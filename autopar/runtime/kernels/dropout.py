@@ -1,0 +1,77 @@
+"""Dropout whose mask is a hash of (seed, step, node, global position): no plan changes it, and recomputation repeats it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.runtime.kernels.parts import Part, positions
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+def _mix(word: int) -> int:
+    """One round of a 64-bit mixer (multiply and xor-shift), on Python integers."""
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & _MASK
+    return word ^ (word >> 31)
+
+
+def step_key(seed: int, step: int) -> int:
+    """The key of one training step, the ``rng`` argument of `dropout`."""
+    return _mix(_mix(seed * _GOLDEN & _MASK) + step & _MASK)
+
+
+def _signed(word: int) -> int:
+    word &= 0xFFFFFFFF
+    return word - (1 << 32) if word >> 31 else word
+
+
+def _scramble(x: Tensor) -> Tensor:
+    """In place on int32: two rounds of multiply and shift."""
+    for factor, shift in ((0x7FEB352D, 15), (0x846CA68B, 16)):
+        x.mul_(_signed(factor))
+        x.bitwise_xor_(x >> shift)
+    return x
+
+
+def keep_mask(dims: Sequence[Part], p: float, rng: int, salt: int, device: torch.device) -> Tensor:
+    """Bool, True with probability 1 - p; one entry per local element of a tensor with dimensions ``dims``."""
+    word = _mix(rng + salt * _GOLDEN & _MASK)
+    mask = torch.tensor(_signed(word), dtype=torch.int32, device=device)
+    for part in dims:  # every dimension mixes its global position into the word of the dimensions before it
+        index = positions(part, device).to(torch.int32)
+        mask = _scramble(mask.unsqueeze(-1) + index * _signed(0x9E3779B1))
+    return mask >= _signed(round(p * (1 << 32)) - (1 << 31))
+
+
+class _Masked(torch.autograd.Function):
+    """x * keep * scale, which keeps one byte per element for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keep: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(keep)
+        ctx.scale = scale
+        return (x * keep).mul_(scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (keep,) = ctx.saved_tensors
+        return (grad * keep).mul_(ctx.scale), None, None
+
+
+def dropout(x: Tensor, p: float, rng: int | None, salt: int, *, dims: Sequence[Part]) -> Tensor:
+    """``x`` with elements dropped by probability ``p`` and the others scaled; the identity where ``rng`` is None.
+
+    dims: what part of each of x's dimensions this rank holds.
+    """
+    if rng is None or p == 0:
+        return x
+    if p >= 1:
+        return x * 0
+    keep = keep_mask(dims, p, rng, salt, x.device)
+    return _Masked.apply(x, keep, 1 / (1 - p))  # type: ignore[no-any-return]

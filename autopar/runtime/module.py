@@ -1,0 +1,303 @@
+"""The module that a user trains: weights as DTensors under their original names, and the emitted graph of this rank."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from autopar.errors import RuntimeMismatch
+from autopar.layout import I, Layout, Shape, default_path
+from autopar.plan import Plan
+from autopar.program import split_batch
+from autopar.runtime.collectives import Step
+from autopar.runtime.dtensor import local_of, runtime_axes, steps, take_local, wrap
+from autopar.runtime.kernels.dropout import step_key
+from autopar.runtime.parameters import Gradients, move_along
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One parameter as this rank keeps it.  names: all it has; the first is the main one."""
+
+    names: tuple[str, ...]
+    node: str
+    shape: Shape
+    stored: Layout
+    held: Layout
+    accumulated: Layout
+    gather: tuple[Step, ...]
+    final: tuple[Step, ...]
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """One emitted graph: ``graph_module(*values)`` returns (loss, output leaves, new buffers)."""
+
+    graph_module: fx.GraphModule
+    inputs: tuple[tuple[str, str], ...]  # (kind, name) of each placeholder
+    uses: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What the module is called with and returns."""
+
+    flatten: Callable[[tuple[Any, ...], dict[str, Any]], list[Any]]  # (args, kwargs) -> leaves; raises where the structure differs
+    leaf_of: Mapping[str, int]  # input placeholder -> leaf
+    shapes: Mapping[str, tuple[Shape, torch.dtype]]
+    literals: Mapping[int, Any]
+    out_spec: Any
+    mutations: tuple[str, ...]  # original buffer names, in the order in which the graph returns them
+    buffer_of: Mapping[str, str]  # buffer placeholder -> original name
+    has_loss: bool
+
+
+class ParallelModule(nn.Module):
+    """A model that runs by a plan.  Made by `autopar.parallelize`.
+
+    Every rank is handed the same global batch; ``forward`` returns the model's own outputs, whole on every rank.
+    After ``forward_backward(batch)``, or ``loss.backward()``, every ``p.grad`` is the whole batch's gradient.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        weights: tuple[Weight, ...],
+        state: Mapping[str, Tensor],
+        buffers: Mapping[str, tuple[Tensor, bool]],
+        constants: Mapping[str, Tensor],
+        signature: Signature,
+        compile_graph: Callable[[bool], Compiled],
+        print_code: Callable[[], str],
+        device_mesh: DeviceMesh | None,
+        rank: int,
+        seed: int = 0,
+        training: bool = True,
+    ):
+        super().__init__()
+        mesh = plan.device_mesh
+        self._plan, self._mesh, self._device_mesh = plan, mesh, device_mesh
+        self._at = mesh.coordinates(rank)
+        self._weights = {w.names[0]: w for w in weights}
+        self._signature, self._compile, self._print_code = signature, compile_graph, print_code
+        self._constants = dict(constants)
+        self._compiled: dict[bool, Compiled] = {}
+        self._seed, self._step = seed, 0
+        self._held: dict[str, tuple[tuple[int, int], Tensor]] = {}
+        self._gradients = Gradients({}, {w.names[0]: w.final for w in weights}, self._deliver)
+        axes = runtime_axes(mesh, device_mesh, self._at)
+        self._axes = {a.name: a for a in axes}
+        for weight in weights:
+            local = take_local(state[weight.names[0]], weight.stored, mesh, self._at, axes)
+            value = wrap(local, weight.stored, weight.shape, mesh, device_mesh)
+            parameter = nn.Parameter(value, requires_grad=weight.requires_grad)
+            for name in weight.names:
+                _place(self, name).register_parameter(name.rpartition(".")[2], parameter)
+        for name, (tensor, persistent) in buffers.items():
+            _place(self, name).register_buffer(name.rpartition(".")[2], tensor.detach().clone(), persistent)
+        self._parameter = dict(self.named_parameters())
+        self._by_node = {w.node: w for w in weights}
+        self.train(training)
+
+    # ------------------------------------------------------------------------------------------ what it is
+
+    @property
+    def plan(self) -> Plan:
+        return self._plan
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        return self._device_mesh
+
+    @property
+    def coordinates(self) -> tuple[int, ...]:
+        """This rank's position on every mesh axis."""
+        return self._at
+
+    @property
+    def graph_module(self) -> fx.GraphModule:
+        """The emitted training graph of this rank."""
+        return self._graph(not self._signature.has_loss).graph_module
+
+    @property
+    def code(self) -> str:
+        """The emitted program as a file that runs alone under torchrun."""
+        return self._print_code()
+
+    def _graph(self, outputs: bool) -> Compiled:
+        if outputs not in self._compiled:
+            self._compiled[outputs] = self._compile(outputs)
+        return self._compiled[outputs]
+
+    # ------------------------------------------------------------------------------------------ running
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own outputs for one global batch, whole on every rank."""
+        _, leaves = self._run(args, kwargs, outputs=True)
+        return pytree.tree_unflatten(leaves, self._signature.out_spec)
+
+    def forward_backward(self, batch: Any) -> Tensor:
+        """Loss of one global batch (a dict is keyword arguments, a tuple positional ones), with gradients in ``p.grad``.
+
+        Raises RuntimeMismatch where the plan has no loss.
+        """
+        if not self._signature.has_loss:
+            raise RuntimeMismatch(
+                "this plan is for inference: it has no loss",
+                expected="a model whose outputs have a loss, or loss_fn=",
+                hint="pass loss_fn= to autopar.parallelize",
+            )
+        loss, _ = self._run(*split_batch(batch), outputs=False)
+        loss.backward()
+        return loss.detach()
+
+    def loss(self, batch: Any) -> Tensor:
+        """Loss of one global batch, whole on every rank, without gathering the other outputs."""
+        return self._run(*split_batch(batch), outputs=False)[0]
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: bool) -> tuple[Any, list[Any]]:
+        leaves = self._signature.flatten(args, kwargs)
+        self._check(leaves)
+        compiled = self._graph(outputs)
+        rng = None
+        if self.training:
+            rng = step_key(self._seed, self._step)
+            self._step += 1
+        if torch.is_grad_enabled():
+            self._gradients.uses = dict(compiled.uses)
+        values = [self._value(kind, name, leaves, rng) for kind, name in compiled.inputs]
+        with self._hooks():
+            loss, out, buffers = compiled.graph_module(*values)
+        if self.training:
+            with torch.no_grad():
+                for name, new in zip(self._signature.mutations, buffers, strict=True):
+                    self.get_buffer(name).copy_(new)
+        return loss, out
+
+    def _value(self, kind: str, name: str, leaves: list[Any], rng: int | None) -> Any:
+        if kind == "parameter":
+            return self._weight(self._by_node[name])
+        if kind == "input":
+            return leaves[self._signature.leaf_of[name]]
+        if kind == "constant":
+            return self._constants[name]
+        if kind == "buffer":
+            return self.get_buffer(self._signature.buffer_of[name])
+        if kind == "axis":
+            return self._axes[name]
+        return rng if kind == "rng" else self._gradients
+
+    def _check(self, leaves: list[Any]) -> None:
+        for name, leaf in self._signature.leaf_of.items():
+            shape, dtype = self._signature.shapes[name]
+            value = leaves[leaf]
+            if not isinstance(value, Tensor) or tuple(value.shape) != shape or value.dtype != dtype:
+                got = f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else repr(value)
+                raise RuntimeMismatch(
+                    "an input differs from the example batch",
+                    where=name,
+                    expected=f"{list(shape)} {dtype}",
+                    got=got,
+                    hint="plan again with example_inputs of this size",
+                )
+        for leaf, literal in self._signature.literals.items():
+            if leaves[leaf] != literal:
+                raise RuntimeMismatch(
+                    "an argument that was captured as a constant has another value",
+                    expected=repr(literal),
+                    got=repr(leaves[leaf]),
+                    hint="plan again with this value",
+                )
+
+    def _weight(self, weight: Weight) -> Tensor:
+        """The weight in the layout in which the step holds it, a leaf of the graph; gathered anew after an update."""
+        name = weight.names[0]
+        parameter = self._parameter[name]
+        local = local_of(parameter)
+        version = (parameter._version, local._version)  # updates through DTensor count on the outside only
+        known = self._held.get(name)
+        if known is not None and (not weight.gather or known[0] == version):
+            return known[1]
+        with torch.no_grad():
+            held = move_along(local, weight.gather) if weight.gather else local
+        held = held.detach().requires_grad_(weight.requires_grad)
+        self._held[name] = (version, held)
+        return held
+
+    def _hooks(self) -> Any:
+        """Gathered weights are not kept for backward: they are gathered again."""
+        if not torch.is_grad_enabled():
+            return contextlib.nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(self._gradients.pack, self._gradients.unpack)
+
+    # ------------------------------------------------------------------------------------------ gradients and state
+
+    def _deliver(self, grads: dict[str, Tensor]) -> None:
+        for name, grad in grads.items():
+            parameter, weight = self._parameter[name], self._weights[name]
+            local = grad.reshape(local_of(parameter).shape)
+            if parameter.grad is not None:
+                local_of(parameter.grad).add_(local)
+            else:
+                parameter.grad = wrap(local, weight.stored, weight.shape, self._mesh, self._device_mesh)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients accumulate on each rank; the first pass outside reduces the sum, once."""
+        self._gradients.synchronize = False
+        try:
+            yield
+        finally:
+            self._gradients.synchronize = True
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Every parameter and persistent buffer whole, under all its names; all ranks must call it."""
+        out: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for weight in self._weights.values():
+                whole = self.gather(self._parameter[weight.names[0]], weight)
+                out.update(dict.fromkeys(weight.names, whole))
+        names = set(self.state_dict())
+        out.update({n: b.detach().clone() for n, b in self.named_buffers() if n in names})
+        return out
+
+    def gather(self, value: Tensor, weight: Weight) -> Tensor:
+        """A parameter, or its gradient, whole on every rank."""
+        whole = (I,) * len(self._mesh.sizes)
+        moves = default_path(weight.shape, weight.stored, whole, self._mesh.sizes)
+        way = steps(moves, weight.shape, self._mesh, self._at, list(self._axes.values()))
+        return move_along(local_of(value).detach(), way).clone()
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Every gradient whole, by the parameter's main name; zeros where a parameter has none yet."""
+        out = {}
+        for name, weight in self._weights.items():
+            if weight.requires_grad:
+                grad = self._parameter[name].grad
+                missing = torch.zeros_like(local_of(self._parameter[name]))
+                out[name] = self.gather(missing if grad is None else grad, weight)
+        return out
+
+    def weights(self) -> tuple[Weight, ...]:
+        return tuple(self._weights.values())
+
+
+def _place(root: nn.Module, name: str) -> nn.Module:
+    """The submodule in which ``name`` lives, made if it is missing."""
+    for part in name.split(".")[:-1]:
+        child = root._modules.get(part)
+        if child is None:
+            child = nn.Module()
+            root.add_module(part, child)
+        root = child
+    return root
+
+

@@ -1,0 +1,198 @@
+"""A weight's way into the step and its gradient's way out.
+
+Each use of a weight is one node, `use`: forward it moves the weight from the layout in which it is held to the one in
+which it is used, backward it moves the gradient to the layout in which it accumulates and hands it to `Gradients`, which
+reduces complete gradients in buckets while the backward pass goes on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.layout import P, Split
+from autopar.runtime.collectives import (
+    Axis,
+    Step,
+    _part_unstacked,
+    _stacked,
+    move,
+
+)
+
+BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel's default
+
+
+def move_along(x: Tensor, steps: Sequence[Step]) -> Tensor:
+    for axis, src, dst in steps:
+        x = move(x, axis, src, dst)
+    return x
+
+
+class _Use(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, gradients: Gradients, name: str, forward: tuple[Step, ...], backward: tuple[Step, ...]) -> Tensor:
+        ctx.way = (gradients, name, backward)
+        used = move_along(weight, forward)
+        if used is weight:
+            return weight.view_as(weight)
+        gradients.remember(used, weight, forward)
+        return used
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        gradients, name, backward = ctx.way
+        gradients.add(name, move_along(grad, backward))
+        return None, None, None, None, None
+
+
+def use(weight: Tensor, gradients: Gradients | None, name: str, forward: tuple[Step, ...], backward: tuple[Step, ...]) -> Tensor:
+    """The weight ``name`` as one op uses it; its gradient goes to ``gradients``."""
+    if gradients is None or not weight.requires_grad or not torch.is_grad_enabled():
+        return move_along(weight, forward)
+    return _Use.apply(weight, gradients, name, forward, backward)  # type: ignore[no-any-return]
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A collective under way over several gradients laid end to end."""
+
+    names: list[str]
+    work: Any
+    buffer: Tensor
+    finish: Callable[[], dict[str, Tensor]]
+
+
+@dataclass(slots=True)
+class Gradients:
+    """Collects the gradients of one backward pass and reduces complete ones in buckets.
+
+    uses: how many `use` nodes deliver a gradient of each weight.  final: accumulated -> stored, per weight.
+    deliver: takes {name: gradient in the stored layout} when the pass is over.
+    """
+
+    uses: dict[str, int]
+    final: dict[str, tuple[Step, ...]]
+    deliver: Callable[[dict[str, Tensor]], None]
+    synchronize: bool = True
+    bucket_bytes: int = BUCKET_BYTES
+    _sums: dict[str, Tensor] = field(default_factory=dict)
+    _seen: dict[str, int] = field(default_factory=dict)
+    _buckets: dict[Any, list[str]] = field(default_factory=dict)
+    _pending: list[_Pending] = field(default_factory=list)
+    _done: dict[str, Tensor] = field(default_factory=dict)
+    _armed: bool = False
+    _gathered: dict[int, tuple[Any, Tensor, tuple[Step, ...]]] = field(default_factory=dict)
+
+    # ------------------------------------------------------------------------------------------ backward
+
+    def add(self, name: str, grad: Tensor) -> None:
+        """One use's gradient, in the accumulated layout."""
+        if not self._armed:
+            self._armed = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        known = self._sums.get(name)
+        self._sums[name] = grad if known is None else known.add_(grad) if self._owned(name) else known + grad
+        self._seen[name] = self._seen.get(name, 0) + 1
+        if self._seen[name] == self.uses[name] and self.synchronize:
+            self._reduce(name)
+
+    def _owned(self, name: str) -> bool:
+        """Whether the running sum is a tensor of ours, not one that autograd may still hand to another node."""
+        return self._seen.get(name, 0) > 1
+
+    def _reduce(self, name: str) -> None:
+        steps = self.final[name]
+        if not steps:
+            self._done[name] = self._sums.pop(name)
+            return
+        grad = self._sums[name]
+        step = steps[0]
+        if len(steps) == 1 and step.src == P and grad.dtype in (torch.float32, torch.float64):
+            key = (step.axis.name, isinstance(step.dst, Split), grad.dtype)
+            bucket = self._buckets.setdefault(key, [])
+            bucket.append(name)
+            if sum(self._sums[n].nbytes for n in bucket) >= self.bucket_bytes:
+                self._launch(self._buckets.pop(key))
+        else:
+            self._done[name] = move_along(self._sums.pop(name), steps)
+
+    def _launch(self, names: list[str]) -> None:
+        """Reduce the gradients of ``names`` with one collective."""
+        grads = [self._sums.pop(n) for n in names]
+        steps = [self.final[n][0] for n in names]
+        axis: Axis = steps[0].axis
+        if isinstance(steps[0].dst, Split):
+            rows = [_stacked(g, s.dst, axis) for g, s in zip(grads, steps, strict=True)]  # type: ignore[arg-type]
+            buffer = (rows[0].contiguous() if len(rows) == 1 else torch.cat(rows, 1)).reshape(-1)
+            out = buffer.new_empty(buffer.numel() // axis.size)
+            work = dist.reduce_scatter_tensor(out, buffer, group=axis.group, async_op=True)
+
+            def scattered() -> dict[str, Tensor]:
+                parts = out.split([r.shape[1] for r in rows])
+                return {
+                    n: _part_unstacked(p, s.dst, axis, tuple(g.shape))  # type: ignore[arg-type]
+                    for n, p, s, g in zip(names, parts, steps, grads, strict=True)
+                }
+
+            self._pending.append(_Pending(names, work, buffer, scattered))
+            return
+        flat = grads[0].reshape(-1).clone() if len(grads) == 1 else torch.cat([g.reshape(-1) for g in grads])
+        work = dist.all_reduce(flat, group=axis.group, async_op=True)
+
+        def reduced() -> dict[str, Tensor]:
+            parts = flat.split([g.numel() for g in grads])
+            return {n: p.view(g.shape) for n, p, g in zip(names, parts, grads, strict=True)}
+
+        self._pending.append(_Pending(names, work, flat, reduced))
+
+    def finish(self) -> None:
+        """The backward pass is over: reduce what is left, wait, deliver."""
+        self._armed = False
+        self._seen.clear()
+        self._gathered.clear()
+        if not self.synchronize:
+            return
+        for name in list(self._sums):
+            if not any(name in b for b in self._buckets.values()):
+                self._reduce(name)
+        for key in list(self._buckets):
+            self._launch(self._buckets.pop(key))
+        for pending in self._pending:
+            if pending.work is not None:
+                pending.work.wait()
+            self._done.update(pending.finish())
+        self._pending.clear()
+        done, self._done = self._done, {}
+        self.deliver(done)
+
+    # ------------------------------------------------------------------------------------------ gathered weights
+
+    def remember(self, used: Tensor, weight: Tensor, steps: tuple[Step, ...]) -> None:
+        """``used`` was gathered from ``weight``: what autograd would keep of it can be gathered again."""
+        if any(isinstance(s.src, Split) for s in steps):
+            storage = used.untyped_storage()
+            self._gathered[storage._cdata] = (weakref.ref(storage), weight, steps)
+
+    def pack(self, x: Tensor) -> Any:
+        """`saved_tensors_hooks`: a gathered weight is kept as its shard."""
+        found = self._gathered.get(x.untyped_storage()._cdata)
+        if found is None or found[0]() is None:
+            return x
+        return (found[1], found[2], x.size(), x.stride(), x.storage_offset())
+
+    def unpack(self, kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        weight, steps, size, stride, offset = kept
+        with torch.no_grad():
+            return move_along(weight, steps).as_strided(size, stride, offset)
+
+
+

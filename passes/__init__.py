@@ -1,0 +1,1 @@
+"""Rewrites of a program's graph, one a file; `pipeline` lists them in order."""

@@ -1,0 +1,165 @@
+"""Constants: what depends on no input is computed once, from the buffers, by a graph of its own (the prelude).
+
+Position tables, rotary tables and attention masks leave the program this way, with the dozen ops that only they use.
+A constant that does not vary along a dimension (a mask expanded over the batch) is kept without it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.program import Program, is_tensor, shape_of
+
+aten = torch.ops.aten
+
+_EXPANDED_BYTES = 1 << 28  # a constant larger than this is not evaluated to look for dimensions along which it is constant
+
+
+def fold_constants(program: Program) -> None:
+    """Move every node that depends on no input and no trained weight into ``program.prelude``.
+
+    ``cos(mul(arange(8), inv_freq))`` used by the model --> a placeholder; the prelude computes it from ``inv_freq``.
+    """
+    graph = program.graph
+    mutated = set(program.mutations)
+    fixed: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if node.name in program.constants or (node.name in program.buffers and program.buffers[node.name] not in mutated):
+                fixed[node] = None
+        elif node.op == "call_function" and all(a in fixed for a in node.all_input_nodes) and "rand" not in str(node.target):
+            fixed[node] = None
+    roots = set(program.roots())
+    prelude = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    results: dict[str, fx.Node] = {}
+    for node in fixed:
+        new = prelude.node_copy(node, lambda n: copied[n])
+        new.meta = dict(node.meta)
+        copied[node] = new
+        leaves_prelude = any(u not in fixed for u in node.users) or node.name in roots
+        if leaves_prelude and is_tensor(node):
+            results[node.name] = new
+    for name in [n.name for n in fixed if n.op == "call_function" and n.name in results]:
+        node = program.nodes[name]
+        with graph.inserting_before(node):
+            constant = graph.placeholder("c_" + name)
+        constant.meta = dict(node.meta)
+        results[constant.name] = results.pop(name)
+        for user in list(node.users):
+            if user not in fixed:
+                user.replace_input_with(node, constant)
+        program.outputs = [type(o)(constant.name) if isinstance(o, str) and o == name else o for o in program.outputs]
+    for node in reversed(fixed):
+        if node.op == "call_function":
+            graph.erase_node(node)
+    # a buffer that the model uses as it is stays a buffer
+    results = {k: v for k, v in results.items() if k not in program.buffers}
+    program.constants = dict.fromkeys(results)
+    prelude.output(dict(results))
+    prelude.lint()
+    program.prelude = prelude
+    order = [n for n in graph.nodes if n.op == "placeholder"]
+    first = next(iter(graph.nodes))
+    for node in order:  # inputs first, as in every graph
+        if node is not first:
+            first.append(node)
+            first = node
+
+
+def run_prelude(program: Program, buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Values of all constants, from the model's buffers by original name."""
+    assert program.prelude is not None
+    env: dict[fx.Node, Any] = {}
+    for node in program.prelude.nodes:
+        if node.op == "placeholder":
+            env[node] = buffers[program.buffers[node.name]] if node.name in program.buffers else program.constants[node.name]
+        elif node.op == "call_function":
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: env[n])
+            env[node] = node.target(*args, **kwargs)
+        else:
+            return {k: env[v].contiguous() for k, v in node.args[0].items()}
+    raise AssertionError("a graph ends in its output")
+
+
+def evaluate_constants(program: Program, buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Values of the constants that can be known now, with dimensions along which they do not vary dropped to size 1.
+
+    Changes graph and prelude so that such a constant is kept small: ``c [4, 1, 8, 8]`` --> ``expand(c [1, 1, 8, 8])``.
+    Constants that depend on a meta buffer are left as they are.
+    """
+    assert program.prelude is not None
+    env: dict[fx.Node, Any] = {}
+    values: dict[str, torch.Tensor] = {}
+    prelude = program.prelude
+    output = prelude.output_node()
+    for node in prelude.nodes:
+        if node.op == "placeholder":
+            value = buffers.get(program.buffers.get(node.name, ""), program.constants.get(node.name))
+            env[node] = None if value is None or value.is_meta else value
+        elif node.op == "call_function":
+            inputs = node.all_input_nodes
+            result = node.meta.get("val")
+            large = isinstance(result, torch.Tensor) and result.numel() * result.element_size() > _EXPANDED_BYTES
+            if any(env[n] is None for n in inputs) or large:
+                env[node] = None
+            else:
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: env[n])
+                if str(kwargs.get("device")) == "meta":  # a model that was made on meta: masks and positions can be known
+                    kwargs = {**kwargs, "device": torch.device("cpu")}
+                value = node.target(*args, **kwargs)
+                env[node] = None if isinstance(value, torch.Tensor) and value.is_meta else value
+    results: dict[str, fx.Node] = dict(output.args[0])
+    for name, made in list(results.items()):
+        value = env[made]
+        if value is None:
+            continue
+        same = [d for d, n in enumerate(value.shape) if n > 1 and bool((value == value.narrow(d, 0, 1)).all())]
+        if same and value.numel() > 1:
+            results[name] = _shrink(program, name, made, same)
+            for d in same:
+                value = value.narrow(d, 0, 1)
+        values[name] = value
+    output.args = (results,)
+    prelude.eliminate_dead_code()
+    return values
+
+
+def _shrink(program: Program, name: str, made: fx.Node, same: list[int]) -> fx.Node:
+    """Keep the constant with size 1 along ``same``; the program expands it where an op cannot broadcast."""
+    assert program.prelude is not None
+    node = program.nodes[name]
+    full = shape_of(node)
+    with program.prelude.inserting_before(program.prelude.output_node()):
+        for d in same:
+            made = program.prelude.call_function(aten.slice.Tensor, (made, d, 0, 1))
+    small = node.meta["val"]
+    for d in same:
+        small = small.narrow(d, 0, 1)
+    users = list(node.users)
+    node.meta = {**node.meta, "val": small}
+    first_call = next(n for n in program.graph.nodes if n.op == "call_function")
+    wide = None
+    for user in users:
+        if _broadcasts(user, node):
+            continue
+        if wide is None:
+            with program.graph.inserting_before(first_call):
+                wide = program.graph.call_function(aten.expand.default, (node, list(full)))
+            wide.meta = {**node.meta, "val": small.expand(full)}
+        user.replace_input_with(node, wide)
+    return made
+
+
+def _broadcasts(user: fx.Node, node: fx.Node) -> bool:
+    """Whether ``user`` gives the same result with a smaller ``node`` that broadcasts."""
+    target = user.target
+    if target is aten.scaled_dot_product_attention.default:
+        return len(user.args) > 3 and user.args[3] is node or user.kwargs.get("attn_mask") is node
+    if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
+        others = [shape_of(n) for n in user.all_input_nodes if is_tensor(n)]
+        return tuple(torch.broadcast_shapes(*others)) == shape_of(user)
+    return False

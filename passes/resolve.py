@@ -1,0 +1,104 @@
+"""A plan's text applied to a program: every name looked up, every layout checked, nothing left implicit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.errors import PlanError
+from autopar.layout import I, Layout, Mesh, Move, is_valid, parse_layout
+from autopar.plan import ParameterDecision, Plan, parse_move
+from autopar.program import place
+from autopar.rules.analysis import Analysis, Bound, Operation, contract
+from autopar.rules.derive import Strategy, apply, parse_choice
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """`autopar.plan.ParameterDecision`, read."""
+
+    stored: Layout
+    held: Layout
+    accumulated: Layout
+    gather: tuple[Move, ...]
+    use: tuple[Move, ...]
+    reduce: tuple[Move, ...]
+    final: tuple[Move, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """strategies by op, moves by root value, storage by parameter node."""
+
+    analysis: Analysis
+    mesh: Mesh
+    strategies: dict[str, Strategy]
+    moves: dict[str, tuple[Move, ...]]
+    parameters: dict[str, Stored]
+
+
+def resolve(
+    plan: Plan,
+    bound: Bound,
+    choices: Mapping[str, tuple[str, ...]],
+    moves: Mapping[str, tuple[str, ...]],
+    stored: Mapping[str, ParameterDecision],
+) -> Resolved:
+    """Read decisions (of every op, not only of representatives).  Raises PlanError naming the one that is wrong."""
+    mesh = plan.device_mesh
+    analysis = contract(bound, mesh.sizes)
+    strategies: dict[str, Strategy] = {}
+    for op in analysis.operations:
+        if op.name not in choices:
+            raise PlanError("the plan does not decide this op", where=f"{op.name}, {place(op.node)}")
+        strategies[op.name] = _strategy(op, choices[op.name], mesh)
+    resolved = {}
+    for name, texts in moves.items():
+        value = bound.values.get(name)
+        if value is None:
+            raise PlanError("the plan moves a value that the program does not have", where=name)
+        resolved[name] = _moves(name, texts, mesh, value.shape)
+    parameters = {}
+    for node, parameter in bound.program.parameters.items():
+        decision = stored.get(parameter.name)
+        shape = parameter.shape
+        if decision is None:  # no op uses it: it stays as it is
+            whole = (I,) * len(mesh.sizes)
+            parameters[node] = Stored(whole, whole, whole, (), (), (), ())
+            continue
+        try:
+            layouts = [parse_layout(t, mesh.axes, shape) for t in (decision.stored, decision.held, decision.accumulated)]
+        except ValueError as error:
+            raise PlanError("a layout cannot be read", where=parameter.name, got=str(error)) from error
+        groups = [
+            _moves(parameter.name, t, mesh, shape) for t in (decision.gather, decision.use, decision.reduce, decision.final)
+        ]
+        parameters[node] = Stored(*layouts, *groups)  # type: ignore[arg-type]
+    return Resolved(analysis, mesh, strategies, resolved, parameters)
+
+
+def _strategy(op: Operation, texts: tuple[str, ...], mesh: Mesh) -> Strategy:
+    where = f"{op.name}, {place(op.node)}"
+    if len(texts) != len(mesh.sizes):
+        raise PlanError("one choice per mesh axis", where=where, expected=str(len(mesh.sizes)), got=str(len(texts)))
+    try:
+        choices = [parse_choice(t, op.rule) for t in texts]
+    except ValueError as error:
+        raise PlanError("a choice cannot be read", where=where, got=str(error)) from error
+    strategy = apply(op.type, choices, mesh.sizes)
+    if strategy is None:
+        raise PlanError("these choices do not go together", where=where, got=", ".join(texts))
+    return strategy
+
+
+def _moves(name: str, texts: tuple[str, ...], mesh: Mesh, shape: tuple[int, ...]) -> tuple[Move, ...]:
+    out = []
+    for text in texts:
+        try:
+            move = parse_move(text, mesh.axes, shape)
+        except ValueError as error:
+            raise PlanError("a move cannot be read", where=name, got=str(error)) from error
+        if not is_valid(shape, move.layout, mesh.sizes) or not is_valid(shape, move.result, mesh.sizes):
+            raise PlanError("a move leaves or enters a layout that does not exist", where=name, got=text)
+        out.append(move)
+    return tuple(out)

@@ -1,0 +1,70 @@
+"""What every rewrite needs: a new node with its value's shape, and the place it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.node import map_arg
+
+
+def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
+    """The mode that the graph's values were traced in."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    return FakeTensorMode()
+
+
+def new_node(
+    graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, like: fx.Node
+) -> fx.Node:
+    """A call at the insertion point of ``graph``, its value traced on fake tensors, its place that of ``like``."""
+    node = graph.call_function(target, args, kwargs or {})
+    for key in ("nn_module_stack", "stack_trace"):
+        if key in like.meta:
+            node.meta[key] = like.meta[key]
+    mode = fake_mode_of(graph)
+    with mode:
+        values = map_arg((args, kwargs or {}), lambda n: n.meta["val"])
+        node.meta["val"] = target(*values[0], **values[1])
+    return node
+
+
+def replace(node: fx.Node, new: fx.Node) -> None:
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+
+
+def calls(graph: fx.Graph, *targets: Any) -> list[fx.Node]:
+    """Nodes that call one of ``targets``, in order."""
+    return [n for n in graph.nodes if n.op == "call_function" and n.target in targets]
+
+
+def argument(node: fx.Node, name: str, default: Any = None) -> Any:
+    """The argument ``name`` of an ATen op, wherever it was passed; its schema's default when it was not."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    assert isinstance(node.target, torch._ops.OpOverload)
+    for i, arg in enumerate(node.target._schema.arguments):
+        if arg.name == name:
+            if i < len(node.args):
+                return node.args[i]
+            return arg.default_value if arg.has_default_value() else default
+    return default
+
+
+def placeholder(graph: fx.Graph, name: str, value: Any) -> fx.Node:
+    """A new input, after the ones that are there."""
+    last = None
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            last = node
+    with graph.inserting_after(last) if last is not None else graph.inserting_before(next(iter(graph.nodes))):
+        node = graph.placeholder(name)
+    node.meta["val"] = value
+    return node
