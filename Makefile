@@ -1,0 +1,45 @@
+# Everything runs in .venv, which the first target that needs it makes; Python 3.11 and pip are all that must be there.
+#
+#   make demo        plan, train and read out a small GPT on 4 local ranks
+#   make test        lint, types, tests            make test-full   the slow tests too
+#   make bench       the benchmarks' tables        make clean       remove what the targets made
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+READY := .venv/ready
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+TYPED := build/typed
+EXAMPLES := $(patsubst examples/%.py,-m %,$(wildcard examples/*.py))
+
+.PHONY: demo test test-full lint bench clean
+
+demo: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_gpt.py
+
+test: lint
+	$(PYTEST) -m "not slow" tests/pure tests/local tests/gloo
+
+test-full: lint
+	$(PYTEST) tests
+
+# mypy cannot follow pyproject's package-dir: it reads the sources under their import names, through links.
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@rm -rf $(TYPED) && mkdir -p $(TYPED)/autopar
+	@cd $(TYPED)/autopar && ln -s ../../../autopar/* ../../../passes ../../../cost_model . && ln -s ../../examples/*.py ..
+	cd $(TYPED) && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p autopar $(EXAMPLES)
+
+bench: $(READY)
+	@set -e; for file in benchmarks/*.py; do echo "== $$file"; OMP_NUM_THREADS=1 $(BIN)/python $$file; done
+
+# torch by itself first: it is the largest download, and stays where it is when another pin changes.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -c constraints.txt torch
+	$(BIN)/python -m pip install -c constraints.txt -e ".[test,examples,dev]"
+	@touch $@
+
+clean:
+	rm -rf .venv build dist demo_output .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
