@@ -8,7 +8,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/ready
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-TYPED := build/typed
+TYPED := .venv/typed
 EXAMPLES := $(patsubst examples/%.py,-m %,$(wildcard examples/*.py))
 
 .PHONY: demo test test-full lint bench clean
@@ -27,8 +27,9 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)/autopar
-	@cd $(TYPED)/autopar && ln -s ../../../autopar/* ../../../passes ../../../cost_model . && ln -s ../../examples/*.py ..
-	cd $(TYPED) && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p autopar $(EXAMPLES)
+	@cd $(TYPED) && ln -s ../../examples/*.py .
+	@cd $(TYPED)/autopar && ln -s ../../../autopar/* ../../../passes ../../../cost_model .
+	cd $(TYPED) && ../bin/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p autopar $(EXAMPLES)
 
 bench: $(READY)
 	@set -e; for file in benchmarks/*.py; do echo "== $$file"; OMP_NUM_THREADS=1 $(BIN)/python $$file; done
