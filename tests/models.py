@@ -1,0 +1,169 @@
+"""Tiny models with sizes that divide nothing: vocabulary 53, batch 5, sequence 7, three heads, padding, dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+)
+
+VOCABULARY, BATCH, SEQUENCE = 53, 5, 7
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model in float64 and training mode, one global batch (keyword arguments), and its loss where it has none."""
+
+    model: nn.Module
+    batch: dict[str, Tensor]
+    loss_fn: Callable[[Any, Any], Tensor] | None = None
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(7, 10)
+        self.down = nn.Linear(10, 13)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def mlp() -> Case:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(BATCH, 7).double(), "y": torch.randn(BATCH, 13).double()}
+    return Case(MLP().double(), batch, lambda out, batch: F.mse_loss(out, batch["y"]))
+
+
+def tokens(padded: bool) -> dict[str, Tensor]:
+    """Token ids and labels, some of them ignored; with padding on either side where ``padded``."""
+    ids = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE))
+    labels = ids.clone()
+    labels[0, 3:] = -100
+    batch = {"input_ids": ids, "labels": labels}
+    if padded:
+        mask = torch.ones(BATCH, SEQUENCE, dtype=torch.long)
+        mask[1, SEQUENCE - 3 :] = 0
+        mask[0, :2] = 0
+        batch["attention_mask"] = mask
+    return batch
+
+
+def language_model(cls: Callable[[Any], nn.Module], config: PretrainedConfig, padded: bool) -> Case:
+    """An unmodified model of transformers, with torch's attention."""
+    torch.manual_seed(0)
+    config._attn_implementation = "sdpa"
+    return Case(cls(config).double().train(), tokens(padded))
+
+
+def gpt2(heads: int = 4, padded: bool = False, dropout: float = 0.0, layers: int = 2) -> Case:
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=16,
+        n_embd=4 * heads,
+        n_layer=layers,
+        n_head=heads,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    return language_model(GPT2LMHeadModel, config, padded)
+
+
+def bert(padded: bool = True, dropout: float = 0.0, layers: int = 2) -> Case:
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        intermediate_size=24,
+        max_position_embeddings=16,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
+    return language_model(BertForMaskedLM, config, padded)
+
+
+def llama(padded: bool = False, layers: int = 2) -> Case:
+    """Grouped queries: four heads of queries on two of keys and values."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+        use_cache=False,
+    )
+    return language_model(LlamaForCausalLM, config, padded)
+
+
+class Block(nn.Module):
+    """Two convolutions and a shortcut, with the in-place ops of torchvision's."""
+
+    def __init__(self, inside: int, outside: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inside, outside, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outside)
+        self.conv2 = nn.Conv2d(outside, outside, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outside)
+        self.relu = nn.ReLU(inplace=True)
+        self.shortcut: nn.Module | None = None
+        if stride != 1 or inside != outside:
+            self.shortcut = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.norm1(self.conv1(x)))
+        y = self.norm2(self.conv2(y))
+        y += x if self.shortcut is None else self.shortcut(x)
+        return self.relu(y)
+
+
+class ResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 8, 7, 2, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
+        )
+        self.blocks = nn.Sequential(Block(8, 8, 1), Block(8, 16, 2))
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.flatten(self.pool(self.blocks(self.stem(x))), 1))
+
+
+def resnet() -> Case:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(BATCH, 3, 20, 20).double(), "y": torch.randint(0, 10, (BATCH,))}
+    return Case(ResNet().double().train(), batch, lambda out, batch: F.cross_entropy(out, batch["y"]))
+
+
+MODELS: dict[str, Callable[[], Case]] = {
+    "mlp": mlp,
+    "gpt2": gpt2,
+    "gpt2-3-heads": lambda: gpt2(heads=3),
+    "gpt2-padded-dropout": lambda: gpt2(padded=True, dropout=0.3),
+    "bert": bert,
+    "bert-dropout": lambda: bert(dropout=0.3),
+    "llama": llama,
+    "llama-padded": lambda: llama(padded=True),
+    "resnet": resnet,
+}
+DROPOUT = {"gpt2-padded-dropout", "bert-dropout"}
