@@ -85,6 +85,7 @@ class Definition:
     flops: tuple[tuple[float, tuple[str, ...]], ...]
 
 
+_NUMBER = re.compile(r"\d+(\.\d+)?")
 _TOKEN = re.compile(r"\([\w\s']+\)|\.\.\.|[\w']+")
 
 
@@ -115,8 +116,8 @@ def define(
 ) -> Definition:
     """Check a rule's text and take it apart.
 
-    Raises RuleError when the text cannot be read, when ``form`` or ``saves`` name no argument, and when a factor is
-    missing from an output without a role that says how the parts combine: nothing is implicit.
+    Raises RuleError when the text cannot be read, when it names an argument or a factor that is not there, and when a
+    factor is missing from an output without a role that says how the parts combine: nothing is implicit.
     """
     left, arrow, right = signature.partition("->")
     if not arrow:
@@ -150,9 +151,24 @@ def define(
                 expected=f"sum={factor!r} if the parts add up, whole={factor!r} if it may not be split",
                 got="neither",
             )
+    for tensor in ins + outs:
+        found = [f for d in tensor for f in _names(d) if f != "_"]
+        twice = {f for f in found if found.count(f) > 1}
+        if twice:
+            raise RuleError("a factor stands twice in one tensor", where=op, got=" ".join(tensor))
+    for name, text in (sizes or {}).items():
+        strange = {f for d in _tokens(text, op) for f in _names(d)} - known
+        if strange:
+            raise RuleError(
+                f"sizes of {name!r} name no factor", where=op, expected=" ".join(sorted(known)), got=" ".join(strange)
+            )
     products = []
     for term in filter(None, (t.strip() for t in flops.split("+"))):
         coefficient, *factors = term.split()
+        if not _NUMBER.fullmatch(coefficient) or set(factors) - known:
+            raise RuleError(
+                "flops are terms of a number and factors", where=op, expected=" ".join(sorted(known)), got=term
+            )
         products.append((float(coefficient), tuple(factors)))
     return Definition(op, signature, ins, outs, names, terms, sums, wholes, sizes or {}, kept, tuple(products))
 
