@@ -158,12 +158,12 @@ def resnet() -> Case:
 MODELS: dict[str, Callable[[], Case]] = {
     "mlp": mlp,
     "gpt2": gpt2,
-    "gpt2-3-heads": lambda: gpt2(heads=3),
-    "gpt2-padded-dropout": lambda: gpt2(padded=True, dropout=0.3),
+    "gpt2-3-heads": lambda: gpt2(heads=3, layers=1),
+    "gpt2-padded-dropout": lambda: gpt2(padded=True, dropout=0.3, layers=1),
     "bert": bert,
-    "bert-dropout": lambda: bert(dropout=0.3),
+    "bert-dropout": lambda: bert(dropout=0.3, layers=1),
     "llama": llama,
-    "llama-padded": lambda: llama(padded=True),
+    "llama-padded": lambda: llama(padded=True, layers=1),
     "resnet": resnet,
 }
 DROPOUT = {"gpt2-padded-dropout", "bert-dropout"}
