@@ -171,7 +171,7 @@ def build(model: nn.Module, bound: Bound, plan: Plan, seed: int = 0) -> Parallel
             )
     constants = {k: v.clone() for k, v in run_prelude(program, dict(model.named_buffers())).items()}
     return ParallelModule(
-        plan, weights_of(resolved, at, axes), state, buffers, constants, signature_of(bound), compile_graph, print_code,
+        plan, mesh, weights_of(resolved, at, axes), state, buffers, constants, signature_of(bound), compile_graph, print_code,
         device_mesh, rank, seed, model.training,
     )
 

@@ -33,6 +33,7 @@ def normalize(program: Program, buffers: dict[str, torch.Tensor]) -> Program:
     drop_asserts(graph)
     broadcasts(program)
     drop_identities(program)
+    splits_with_sizes(program)
     fold_constants(program)
     values = evaluate_constants(program, buffers)
     index_to_view(program, values)
@@ -95,6 +96,16 @@ def broadcasts(program: Program) -> None:
                 wide = new_node(program.graph, aten.expand.default, (source, list(shape_of(item))), like=item)
             _renamed(program, item, wide)
         program.graph.erase_node(node)
+
+
+def splits_with_sizes(program: Program) -> None:
+    """``split(x, 16, d)``, ``chunk(x, 3, d)`` --> ``split_with_sizes(x, [16, 16, 16], d)``: right for empty shards too."""
+    for node in calls(program.graph, aten.split.Tensor, aten.chunk.default):
+        dim = argument(node, "dim") % len(shape_of(node.args[0]))
+        sizes = [v.shape[dim] for v in node.meta["val"]]
+        with program.graph.inserting_before(node):
+            new = new_node(program.graph, aten.split_with_sizes.default, (node.args[0], sizes, dim), like=node)
+        replace(node, new)
 
 
 def drop_identities(program: Program) -> None:

@@ -94,7 +94,7 @@ def _select(node: fx.Node) -> Rule:
     return Rule((dims,), (out,), plain_sizes(shape), ((0,),), whole=frozenset(dims[d]))
 
 
-@computed("aten.split.Tensor", "aten.chunk.default", "aten.split_with_sizes.default", "aten.unbind.int")
+@computed("aten.split_with_sizes.default", "aten.unbind.int")
 def _split(node: fx.Node) -> Rule:
     """Equal parts are a compound (c n), of which n may be split: a fused QKV. Unequal ones stay whole."""
     shape = shape_of(tensor_inputs(node)[0])
@@ -116,16 +116,17 @@ def _split(node: fx.Node) -> Rule:
         dims[d] = tuple(f for f, n in (("c", count), ("n", widths[0])) if n > 1)
         for o in outs:
             o[d] = ("n",) if widths[0] > 1 else ()
-        arg = {} if "chunk" in name else {"split_size": ("n",)} if "Tensor" in name else {"split_sizes": (("n",),) * count}
-        return Rule((tuple(dims),), tuple(map(tuple, outs)), sizes, ((0,),), whole=frozenset(("c",)) & set(sizes), size_args=arg)
+        whole = frozenset(("c",)) & set(sizes)
+        local = {"split_sizes": (("n",),) * count}
+        return Rule((tuple(dims),), tuple(map(tuple, outs)), sizes, ((0,),), whole=whole, size_args=local)
     sizes["i"] = shape[d]
     dims[d] = ("i",)
-    whole = {"i"}
+    opaque = {"i"}
     for k, (o, n) in enumerate(zip(outs, widths, strict=True)):
         o[d] = (f"o{k}",) if n > 1 else ()
         sizes[f"o{k}"] = n
-        whole |= set(o[d])
-    return Rule((tuple(dims),), tuple(map(tuple, outs)), sizes, ((0,),), whole=frozenset(whole))
+        opaque |= set(o[d])
+    return Rule((tuple(dims),), tuple(map(tuple, outs)), sizes, ((0,),), whole=frozenset(opaque))
 
 
 @computed("aten.cat.default", "aten.stack.default")

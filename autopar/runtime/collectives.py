@@ -8,6 +8,7 @@ Buffers are contiguous: gloo gives wrong values on strided views without an erro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ class Axis:
     size: int
     index: int
     group: Any = None
+    backend: str = ""
 
 
 LocalState = Split | str
@@ -101,6 +103,44 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     return _restored(buffer, wide).to(x.dtype)
 
 
+def gather_rows(row: Tensor, axis: Axis) -> Tensor:
+    """``row`` of every rank, one after the other.
+
+    gloo's own all-gather is 1.5 to 3 times slower than one broadcast per rank straight into the result.
+    """
+    out = row.new_empty((axis.size * row.shape[0], *row.shape[1:]))
+    if axis.backend != "gloo":
+        dist.all_gather_into_tensor(out, row, group=axis.group)
+        return out
+    places = out.chunk(axis.size) if row.shape[0] else ()
+    if places:
+        places[axis.index].copy_(row)
+    work = [dist.broadcast(p, group=axis.group, group_src=i, async_op=True) for i, p in enumerate(places)]
+    for w in work:
+        w.wait()
+    return out
+
+
+def start_reduce_rows(rows: Tensor, axis: Axis) -> tuple[Tensor, Any, Callable[[Tensor], Tensor]]:
+    """Start to reduce: (buffer, work, what makes this rank's row of the sum from the buffer once work is done).
+
+    gloo's own reduce-scatter is 2 to 3 times slower than an all-to-all and a local sum.
+    """
+    if axis.backend != "gloo":
+        row = rows.new_empty((rows.shape[0] // axis.size, *rows.shape[1:]))
+        return row, dist.reduce_scatter_tensor(row, rows, group=axis.group, async_op=True), lambda r: r
+    received = torch.empty_like(rows)
+    work = dist.all_to_all_single(received, rows, group=axis.group, async_op=True)
+    return received, work, lambda r: r.reshape(axis.size, -1, *rows.shape[1:]).sum(0)
+
+
+def reduce_rows(rows: Tensor, axis: Axis) -> Tensor:
+    """This rank's row of the sum of ``rows`` over ranks."""
+    buffer, work, finish = start_reduce_rows(rows, axis)
+    work.wait()
+    return finish(buffer)
+
+
 def _stacked(x: Tensor, split: Split, axis: Axis) -> Tensor:
     """A whole value as (n, largest part): the parts one after the other, each padded to the largest."""
     n, units = axis.size, split.units
@@ -147,17 +187,14 @@ def all_gather(x: Tensor, split: Split, axis: Axis) -> Tensor:
     """The whole value from every rank's shard."""
     shape = whole_shape(x, split)
     row = _carried(_part_stacked(x, split, axis))
-    out = row.new_empty((axis.size * row.shape[0], *row.shape[1:]))
-    dist.all_gather_into_tensor(out, row, group=axis.group)
-    return _unstacked(_restored(out, x), split, axis, shape)
+    return _unstacked(_restored(gather_rows(row, axis), x), split, axis, shape)
 
 
 def reduce_scatter(x: Tensor, split: Split, axis: Axis) -> Tensor:
     """This rank's shard of the sum; 16-bit floats are summed in fp32."""
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     rows = _carried(_stacked(wide, split, axis).reshape(-1))
-    row = rows.new_empty((rows.shape[0] // axis.size, *rows.shape[1:]))
-    dist.reduce_scatter_tensor(row, rows, group=axis.group)
+    row = reduce_rows(rows, axis)
     return _part_unstacked(_restored(row, wide), split, axis, tuple(x.shape)).to(x.dtype)
 
 

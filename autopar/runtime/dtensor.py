@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -95,5 +96,6 @@ def runtime_axes(mesh: Mesh, device_mesh: DeviceMesh | None, at: Sequence[int]) 
                 got="1",
                 hint=f"torchrun --nproc-per-node {mesh.size} your_script.py",
             )
-        out.append(Axis(name, n, at[k], device_mesh.get_group(k) if n > 1 and device_mesh is not None else None))
+        group = device_mesh.get_group(k) if n > 1 and device_mesh is not None else None
+        out.append(Axis(name, n, at[k], group, "" if group is None else dist.get_backend(group)))
     return tuple(out)

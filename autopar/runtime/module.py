@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from autopar.errors import RuntimeMismatch
-from autopar.layout import I, Layout, Shape, default_path
+from autopar.layout import I, Layout, Mesh, Shape, default_path
 from autopar.plan import Plan
 from autopar.program import split_batch
 from autopar.runtime.collectives import Step
 from autopar.runtime.dtensor import local_of, runtime_axes, steps, take_local, wrap
 from autopar.runtime.kernels.dropout import step_key
-from autopar.runtime.parameters import Gradients, move_along
+from autopar.runtime.parameters import Gradients, move_along, move_together
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """One emitted graph: ``graph_module(*values)`` returns (loss, output leaves, new buffers)."""
+    """One emitted graph: ``run(*values)`` returns (loss, output leaves, new buffers)."""
 
-    graph_module: fx.GraphModule
+    run: Callable[..., Any]
     inputs: tuple[tuple[str, str], ...]  # (kind, name) of each placeholder
     uses: Mapping[str, int]
 
@@ -69,7 +69,8 @@ class ParallelModule(nn.Module):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: Plan | None,
+        mesh: Mesh,
         weights: tuple[Weight, ...],
         state: Mapping[str, Tensor],
         buffers: Mapping[str, tuple[Tensor, bool]],
@@ -83,7 +84,6 @@ class ParallelModule(nn.Module):
         training: bool = True,
     ):
         super().__init__()
-        mesh = plan.device_mesh
         self._plan, self._mesh, self._device_mesh = plan, mesh, device_mesh
         self._at = mesh.coordinates(rank)
         self._weights = {w.names[0]: w for w in weights}
@@ -111,6 +111,9 @@ class ParallelModule(nn.Module):
 
     @property
     def plan(self) -> Plan:
+        """The plan by which it runs.  Raises RuntimeMismatch in an emitted program, which knows its decisions only."""
+        if self._plan is None:
+            raise RuntimeMismatch("an emitted program has no plan", hint="read the plan.json that it was emitted from")
         return self._plan
 
     @property
@@ -125,7 +128,9 @@ class ParallelModule(nn.Module):
     @property
     def graph_module(self) -> fx.GraphModule:
         """The emitted training graph of this rank."""
-        return self._graph(not self._signature.has_loss).graph_module
+        run = self._graph(not self._signature.has_loss).run
+        assert isinstance(run, fx.GraphModule)
+        return run
 
     @property
     def code(self) -> str:
@@ -173,9 +178,10 @@ class ParallelModule(nn.Module):
             self._step += 1
         if torch.is_grad_enabled():
             self._gradients.uses = dict(compiled.uses)
+        self._hold()
         values = [self._value(kind, name, leaves, rng) for kind, name in compiled.inputs]
         with self._hooks():
-            loss, out, buffers = compiled.graph_module(*values)
+            loss, out, buffers = compiled.run(*values)
         if self.training:
             with torch.no_grad():
                 for name, new in zip(self._signature.mutations, buffers, strict=True):
@@ -184,7 +190,7 @@ class ParallelModule(nn.Module):
 
     def _value(self, kind: str, name: str, leaves: list[Any], rng: int | None) -> Any:
         if kind == "parameter":
-            return self._weight(self._by_node[name])
+            return self._held[self._by_node[name].names[0]][1]
         if kind == "input":
             return leaves[self._signature.leaf_of[name]]
         if kind == "constant":
@@ -196,9 +202,8 @@ class ParallelModule(nn.Module):
         return rng if kind == "rng" else self._gradients
 
     def _check(self, leaves: list[Any]) -> None:
-        for name, leaf in self._signature.leaf_of.items():
-            shape, dtype = self._signature.shapes[name]
-            value = leaves[leaf]
+        for name, (shape, dtype) in self._signature.shapes.items():
+            value = leaves[self._signature.leaf_of[name]]
             if not isinstance(value, Tensor) or tuple(value.shape) != shape or value.dtype != dtype:
                 got = f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else repr(value)
                 raise RuntimeMismatch(
@@ -217,20 +222,23 @@ class ParallelModule(nn.Module):
                     hint="plan again with this value",
                 )
 
-    def _weight(self, weight: Weight) -> Tensor:
-        """The weight in the layout in which the step holds it, a leaf of the graph; gathered anew after an update."""
-        name = weight.names[0]
-        parameter = self._parameter[name]
-        local = local_of(parameter)
-        version = (parameter._version, local._version)  # updates through DTensor count on the outside only
-        known = self._held.get(name)
-        if known is not None and (not weight.gather or known[0] == version):
-            return known[1]
+    def _hold(self) -> None:
+        """Every weight in the layout in which the step holds it, as a leaf of the graph; moved anew after an update."""
+        stale: list[Weight] = []
+        versions = {}
+        for name, weight in self._weights.items():
+            parameter = self._parameter[name]
+            local = local_of(parameter)
+            versions[name] = (parameter._version, local._version)  # updates through DTensor count on the outside only
+            known = self._held.get(name)
+            if known is None or (weight.gather and known[0] != versions[name]):
+                stale.append(weight)
         with torch.no_grad():
-            held = move_along(local, weight.gather) if weight.gather else local
-        held = held.detach().requires_grad_(weight.requires_grad)
-        self._held[name] = (version, held)
-        return held
+            locals_ = [local_of(self._parameter[w.names[0]]) for w in stale]
+            held = move_together(locals_, [w.gather for w in stale])
+        for weight, tensor in zip(stale, held, strict=True):
+            name = weight.names[0]
+            self._held[name] = (versions[name], tensor.detach().requires_grad_(weight.requires_grad))
 
     def _hooks(self) -> Any:
         """Gathered weights are not kept for backward: they are gathered again."""

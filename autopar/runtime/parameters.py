@@ -16,13 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.layout import P, Split
+from autopar.layout import I, P, Split
 from autopar.runtime.collectives import (
     Axis,
     Step,
+    _part_stacked,
     _part_unstacked,
     _stacked,
+    _unstacked,
+    gather_rows,
     move,
+    start_reduce_rows,
+    whole_shape,
 
 )
 
@@ -33,6 +38,26 @@ def move_along(x: Tensor, steps: Sequence[Step]) -> Tensor:
     for axis, src, dst in steps:
         x = move(x, axis, src, dst)
     return x
+
+
+def move_together(locals_: Sequence[Tensor], ways: Sequence[Sequence[Step]]) -> list[Tensor]:
+    """`move_along` of many weights at once: those that one axis gathers share a collective."""
+    out: list[Tensor | None] = [None] * len(locals_)
+    groups: dict[tuple[str, torch.dtype], list[int]] = {}
+    for i, (x, way) in enumerate(zip(locals_, ways, strict=True)):
+        if len(way) == 1 and isinstance(way[0].src, Split) and way[0].dst == I and not x.is_complex():
+            groups.setdefault((way[0].axis.name, x.dtype), []).append(i)
+        else:
+            out[i] = move_along(x, way)
+    for members in groups.values():
+        axis = ways[members[0]][0].axis
+        splits: list[Split] = [ways[i][0].src for i in members]  # type: ignore[misc]
+        rows = [_part_stacked(locals_[i], s, axis) for i, s in zip(members, splits, strict=True)]
+        table = gather_rows(torch.cat(rows), axis).reshape(axis.size, -1)
+        columns = table.split([r.numel() for r in rows], 1)
+        for i, split, column in zip(members, splits, columns, strict=True):
+            out[i] = _unstacked(column, split, axis, whole_shape(locals_[i], split)).contiguous()
+    return out  # type: ignore[return-value]
 
 
 class _Use(torch.autograd.Function):
@@ -131,11 +156,11 @@ class Gradients:
         if isinstance(steps[0].dst, Split):
             rows = [_stacked(g, s.dst, axis) for g, s in zip(grads, steps, strict=True)]  # type: ignore[arg-type]
             buffer = (rows[0].contiguous() if len(rows) == 1 else torch.cat(rows, 1)).reshape(-1)
-            out = buffer.new_empty(buffer.numel() // axis.size)
-            work = dist.reduce_scatter_tensor(out, buffer, group=axis.group, async_op=True)
+            sizes = [r.shape[1] for r in rows]
+            out, work, sum_up = start_reduce_rows(buffer, axis)
 
             def scattered() -> dict[str, Tensor]:
-                parts = out.split([r.shape[1] for r in rows])
+                parts = sum_up(out).split(sizes)
                 return {
                     n: _part_unstacked(p, s.dst, axis, tuple(g.shape))  # type: ignore[arg-type]
                     for n, p, s, g in zip(names, parts, steps, grads, strict=True)
