@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -41,20 +42,27 @@ class Choice(NamedTuple):
         return f"{self.kind} {self.factor}{cut}"
 
 
+_SPLIT = re.compile(r"(\w+) (\S+)(?: at (\d+),(\d+),(\d+))?")
+
+
 def parse_choice(text: str, rule: Rule) -> Choice:
     """Inverse of ``str``.  Raises ValueError where the text is no choice of ``rule``."""
-    words = text.split()
     if text in (I, R):
         return Choice(text)
-    if len(words) == 2 and words[0] == P:
-        return Choice(P, terms=tuple(int(t) for t in words[1].split(",")))
-    kinds = {"split", *(a.name for a in rule.algorithms)}
-    if len(words) not in (2, 4) or words[0] not in kinds or words[1] not in rule.sizes:
-        raise ValueError(f"{text!r} is no choice here: kinds {sorted(kinds)}, factors {sorted(rule.sizes)}")
-    cut = Cut(1, rule.sizes[words[1]], 1) if len(words) == 2 else Cut(*map(int, words[3].split(",")))
-    if cut.m * cut.N * cut.u != rule.sizes[words[1]]:
-        raise ValueError(f"{text!r}: {cut.m} * {cut.N} * {cut.u} is not {rule.sizes[words[1]]}")
-    return Choice(words[0], words[1], cut)
+    if re.fullmatch(r"P \d+(,\d+)*", text):
+        terms = tuple(map(int, text[2:].split(",")))
+        if terms not in itertools.product(*rule.form) or not rule.form:
+            raise ValueError(f"{text!r} is no choice here: the op is linear in {rule.form or 'nothing'}")
+        return Choice(P, terms=terms)
+    match = _SPLIT.fullmatch(text)
+    if match is None or (match[1], match[2]) not in splittable(rule):
+        options = ", ".join(" ".join(s) for s in splittable(rule)) or "no split"
+        raise ValueError(f"{text!r} is no choice here: expected I, R, or {options}")
+    size = rule.sizes[match[2]]
+    cut = Cut(1, size, 1) if match[3] is None else Cut(int(match[3]), int(match[4]), int(match[5]))
+    if cut.m * cut.N * cut.u != size:
+        raise ValueError(f"{text!r}: {cut.m} * {cut.N} * {cut.u} is not {size}")
+    return Choice(match[1], match[2], cut)
 
 
 class Strategy(NamedTuple):
