@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from refused import refused
 
 from autopar.errors import RuleError
 from autopar.rules import algorithm, rule, unregister
 from autopar.rules.notation import bind, define
 
-LINEAR = {"signature": "... k, n k, n -> ... n", "args": "x w b", "form": "x*w + b", "sum": "k"}
+LINEAR: dict[str, Any] = {"signature": "... k, n k, n -> ... n", "args": "x w b", "form": "x*w + b", "sum": "k"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "says"),
     [
-        ({"signature": "... k, n k, n"}, r"a rule needs inputs -> outputs\n  where:    my.op"),
-        ({"signature": "... k, [n] k, n -> ... n"}, r"dimensions cannot be read[\s\S]*got: +\[n\] k"),
-        ({"args": "x w"}, r"one argument per input tensor[\s\S]*expected: 3 names\n  got:      x w"),
-        ({"form": "x*y + b"}, r"form names no argument[\s\S]*expected: x w b\n  got:      y"),
-        ({"saves": "x y"}, r"saves names no argument[\s\S]*got:      y"),
-        ({"sum": "k q"}, r"sum names no factor[\s\S]*got: .*q"),
-        ({"whole": "q"}, r"whole names no factor[\s\S]*got: .*q"),
-        ({"signature": "... k k, n k, n -> ... n"}, r"a factor stands twice in one tensor[\s\S]*got:      \.\.\. k k"),
-        ({"sizes": {"shape": "... q"}}, r"sizes of 'shape' name no factor[\s\S]*got:      q"),
-        ({"flops": "2 ... k q"}, r"flops are terms of a number and factors[\s\S]*got:      2 \.\.\. k q"),
-        ({"flops": "k n"}, r"flops are terms of a number and factors[\s\S]*got:      k n"),
+        ({"signature": "... k, n k, n"}, "a rule needs inputs -> outputs where: my.op"),
+        ({"signature": "... k, [n] k, n -> ... n"}, "dimensions cannot be read where: my.op got: [n] k"),
+        ({"args": "x w"}, "names one argument per input tensor where: my.op expected: 3 names got: x w"),
+        ({"form": "x*y + b"}, "form names no argument of the rule where: my.op expected: x w b got: y"),
+        ({"saves": "x y"}, "saves names no argument of the rule where: my.op expected: x w b out got: y"),
+        ({"sum": "k q"}, "sum names no factor"),
+        ({"whole": "q"}, "whole names no factor"),
+        ({"signature": "... k k, n k, n -> ... n"}, "a factor stands twice in one tensor where: my.op got: ... k k"),
+        ({"sizes": {"shape": "... q"}}, "sizes of 'shape' name no factor where: my.op expected: ... k n got: q"),
+        (
+            {"flops": "2 ... k q"},
+            "flops are terms of a number and factors where: my.op expected: ... k n got: 2 ... k q",
+        ),
+        ({"flops": "k n"}, "flops are terms of a number and factors"),
     ],
 )
-def test_a_mistake_in_the_text_says_what_is_wrong(changes: dict[str, str], message: str) -> None:
-    with pytest.raises(RuleError, match=message):
+def test_a_mistake_in_the_text_says_what_is_wrong(changes: dict[str, Any], says: str) -> None:
+    with refused(RuleError, says):
         define("my.op", **{**LINEAR, **changes})
 
 
@@ -45,7 +50,7 @@ def test_a_mistake_in_the_text_says_what_is_wrong(changes: dict[str, str], messa
 )
 def test_nothing_is_implicit(signature: str, args: str, factor: str) -> None:
     """A factor that is missing from an output and has no role is an error when the rule is defined."""
-    with pytest.raises(RuleError, match=rf"factor '{factor}' is missing from an output and has no role[\s\S]*sum='{factor}'"):
+    with refused(RuleError, f"factor {factor!r} is missing from an output and has no role", f"sum={factor!r}"):
         define("my.op", signature, args=args, whole="v" if "v" in signature else "")
 
 
@@ -83,15 +88,20 @@ def test_unit_and_opaque_dimensions_cannot_be_split() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shapes", "message"),
+    ("weight", "says"),
     [
-        ({"x": (5, 12), "w": (10, 12, 1), "b": (10,)}, r"rank of w does not fit the rule[\s\S]*got:      shape \[10, 12, 1\]"),
-        ({"x": (5, 12), "w": (10, 11), "b": (10,)}, r"size of w does not fit the rule[\s\S]*got:      11"),
+        ((10, 12, 1), "rank of w does not fit the rule where: my.linear at block.fc expected: n k in"),
+        ((10, 11), "size of w does not fit the rule where: my.linear at block.fc expected: (k) = 12 got: 11"),
     ],
 )
-def test_shapes_that_part_with_the_signature_are_refused(shapes: dict[str, tuple[int, ...]], message: str) -> None:
-    with pytest.raises(RuleError, match=message):
-        bind(define("my.linear", **LINEAR), shapes, [(5, 10)], where="my.linear at block.fc")
+def test_shapes_that_part_with_the_signature_are_refused(weight: tuple[int, ...], says: str) -> None:
+    with refused(RuleError, says, str(list(weight))):
+        bind(
+            define("my.linear", **LINEAR),
+            {"x": (5, 12), "w": weight, "b": (10,)},
+            [(5, 10)],
+            where="my.linear at block.fc",
+        )
 
 
 # ------------------------------------------------------------------------------------------------ a user's own rules
@@ -105,15 +115,15 @@ def own_rule() -> Iterator[str]:
 
 
 def test_an_op_has_one_rule(own_rule: str) -> None:
-    with pytest.raises(RuleError, match="this op has a rule already[\\s\\S]*algorithm"):
+    with refused(RuleError, f"this op has a rule already where: {own_rule}", "algorithm()"):
         rule(own_rule, "a -> a", args="x")
 
 
 def test_an_algorithm_needs_a_rule_and_a_name_of_its_own(own_rule: str) -> None:
     algorithm(own_rule, "parts", splits="n", run=lambda: None)
-    with pytest.raises(RuleError, match="this name is taken[\\s\\S]*got:      parts"):
+    with refused(RuleError, "this name is taken", "got: parts"):
         algorithm(own_rule, "parts", splits="n", run=lambda: None)
-    with pytest.raises(RuleError, match="this name is taken"):
+    with refused(RuleError, "this name is taken", "got: split"):
         algorithm(own_rule, "split", splits="n", run=lambda: None)
-    with pytest.raises(RuleError, match="needs the op's rule first[\\s\\S]*my.other"):
+    with refused(RuleError, "an algorithm needs the op's rule first where: my.other.default"):
         algorithm("my.other.default", "parts", splits="n", run=lambda: None)
