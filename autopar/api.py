@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar import capture as capturing
 from autopar.cluster import ClusterSpec
-from autopar.errors import PlanError, RuntimeMismatch
+from autopar.errors import AutoparError, PlanError, RuntimeMismatch
 from autopar.layout import Mesh
 from autopar.passes.constants import run_prelude
 from autopar.passes.emit import emit
@@ -86,7 +86,7 @@ def parallelize(
     cluster = as_cluster(cluster)
     bound = understand(model, example_inputs, loss_fn)
     if plan is None:
-        plan = solve(bound, cluster, model_name=type(model).__name__, **options)
+        plan = agreed(lambda: solve(bound, cluster, model_name=type(model).__name__, **options))
     check_plan(plan, bound, cluster)
     return build(model, bound, plan, seed)
 
@@ -118,6 +118,25 @@ def understand(model: nn.Module, example_inputs: Any = None, loss_fn: capturing.
     """Capture, normalise, and bind a rule to every op."""
     program = capturing.capture(model, example_inputs, loss_fn)
     return bind_program(normalize(program, dict(model.named_buffers())))
+
+
+def agreed(make: Callable[[], Plan]) -> Plan:
+    """The plan that rank 0 makes, on every rank: two searches under a time limit need not end alike.
+
+    Where rank 0 raises, every rank raises the same error.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return make()
+    message: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            message = [make().to_json()]
+        except AutoparError as error:
+            message = [error]
+    dist.broadcast_object_list(message, src=0)
+    if isinstance(message[0], AutoparError):
+        raise message[0]
+    return Plan.from_json(message[0], where="the plan of rank 0")
 
 
 def fingerprints(program: Program, cluster: ClusterSpec) -> Fingerprints:

@@ -118,7 +118,7 @@ def export(model: nn.Module, example: Any, loss_fn: LossFn | None = None) -> tor
 
     Raises CaptureError with the cause and the user's line where the model cannot be captured.
     """
-    args, kwargs = split_batch(example)
+    args, kwargs = pytree.tree_map(_Distinct(), split_batch(example))
     keys = None
     if loss_fn is not None and kwargs:
         parameters = inspect.signature(model.forward).parameters
@@ -147,6 +147,21 @@ def export(model: nn.Module, example: Any, loss_fn: LossFn | None = None) -> tor
         with _EXPORT_LOCK:
             exported = exported.run_decompositions({})
     return exported
+
+
+class _Distinct:
+    """Gives a tensor that stands twice in a batch (labels that are the ids) a copy: export would make the two one input."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def __call__(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) in self._seen:
+            return leaf.clone()
+        self._seen.add(id(leaf))
+        return leaf
 
 
 def needs_functionalization(exported: torch.export.ExportedProgram) -> bool:

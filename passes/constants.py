@@ -35,24 +35,35 @@ def fold_constants(program: Program) -> None:
     roots = set(program.roots())
     prelude = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
+    known: dict[str, fx.Node] = {}  # equal expressions are one constant: every layer writes ``cos[None]`` anew
     results: dict[str, fx.Node] = {}
     for node in fixed:
-        new = prelude.node_copy(node, lambda n: copied[n])
-        new.meta = dict(node.meta)
-        copied[node] = new
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: copied[n])
+        key = repr((node.target, args, kwargs))
+        if node.op == "call_function" and key in known:
+            copied[node] = known[key]
+        else:
+            new = known[key] = prelude.node_copy(node, lambda n: copied[n])
+            new.meta = dict(node.meta)
+            copied[node] = new
+        new = copied[node]
         leaves_prelude = any(u not in fixed for u in node.users) or node.name in roots
         if leaves_prelude and is_tensor(node):
             results[node.name] = new
-    for name in [n.name for n in fixed if n.op == "call_function" and n.name in results]:
-        node = program.nodes[name]
-        with graph.inserting_before(node):
-            constant = graph.placeholder("c_" + name)
-        constant.meta = dict(node.meta)
-        results[constant.name] = results.pop(name)
+    placeholders: dict[fx.Node, fx.Node] = {}
+    for node in [n for n in fixed if n.op == "call_function" and n.name in results]:
+        made = results.pop(node.name)
+        constant = placeholders.get(made)
+        if constant is None:
+            with graph.inserting_before(node):
+                constant = placeholders[made] = graph.placeholder("c_" + node.name)
+            constant.meta = dict(node.meta)
+            results[constant.name] = made
         for user in list(node.users):
             if user not in fixed:
                 user.replace_input_with(node, constant)
-        program.outputs = [type(o)(constant.name) if isinstance(o, str) and o == name else o for o in program.outputs]
+        name = constant.name
+        program.outputs = [type(o)(name) if isinstance(o, str) and o == node.name else o for o in program.outputs]
     for node in reversed(fixed):
         if node.op == "call_function":
             graph.erase_node(node)
@@ -126,6 +137,11 @@ def evaluate_constants(program: Program, buffers: dict[str, torch.Tensor]) -> di
     output.args = (results,)
     prelude.eliminate_dead_code()
     return values
+
+
+def _off_meta(arg: Any) -> Any:
+    """A model on the meta device makes its positions there; what depends on no weight can be known all the same."""
+    return torch.device("cpu") if isinstance(arg, torch.device) and arg.type == "meta" else arg
 
 
 def _shrink(program: Program, name: str, made: fx.Node, same: list[int]) -> fx.Node:
