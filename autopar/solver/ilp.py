@@ -1,0 +1,93 @@
+"""Solve: the fastest plan of a program on a cluster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from autopar.cluster import ClusterSpec
+from autopar.errors import PlanError
+from autopar.layout import Mesh
+from autopar.passes.fold import Folding, fold
+from autopar.plan import Plan
+from autopar.rules.analysis import Bound, contract
+from autopar.solver.pins import Pinned, keeps, read_pins, restrict
+from autopar.solver.search import Search, search_meshes
+from autopar.solver.space import KeepChoice, Space, every_choice, every_strategy
+from autopar.solver.stage import Task, fingerprints, limit_of, prepare, solve_stage
+
+
+def solve(
+    bound: Bound,
+    cluster: ClusterSpec,
+    *,
+    mesh: Mesh | None = None,
+    search: Search | None = None,
+    pins: Mapping[str, str] | None = None,
+    optimizer: str = "adamw",
+    precision: str = "fp32",
+    memory_limit: float | None = None,
+    time_limit: float = 60,
+    gap: float = 0.01,
+    overlap: float | None = None,
+    model_name: str = "",
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """The fastest plan found; ``plan.solver`` says how near to the best it is proven to be.
+
+    mesh, or search.mesh: the mesh; without either every shape of the cluster is considered.  memory_limit: bytes per
+    rank.  gap: relative distance from the bound at which the search may stop.  overlap: part of compute behind which
+    communication of weights hides; None takes the device's.
+
+    Raises PlanError for options that mean nothing, InfeasiblePlan where nothing fits.
+    """
+    started = time.perf_counter()
+    search = search or Search()
+    search.check()
+    meshes = (mesh,) if mesh is not None else search.meshes(cluster.world_size)
+    if mesh is not None and mesh.size != cluster.world_size:
+        raise PlanError(
+            "the mesh does not fill the cluster",
+            where="mesh=",
+            expected=str(cluster.world_size),
+            got=f"{mesh.size} ({mesh})",
+        )
+    pinned = {m: read_pins(bound, m, pins or {}) for m in meshes}
+    task = Task(
+        bound,
+        _folding(bound, pinned),
+        cluster,
+        fingerprints(bound, cluster),
+        optimizer=optimizer,
+        precision=precision,
+        limit=limit_of(cluster, memory_limit),
+        overlap=overlap,
+        zero=search.zero,
+        gap=gap,
+        deadline=started + time_limit,
+        model_name=model_name,
+        progress=progress,
+    )
+
+    def build(mesh: Mesh, keep_choice: KeepChoice | None = None) -> Space:
+        wanted = pinned[mesh]
+        analysis = contract(bound, mesh.sizes)
+        keep = partial(keeps, analysis, wanted) if wanted else every_strategy
+        return restrict(prepare(task, mesh, analysis, keep, keep_choice or every_choice), wanted)
+
+    if len(meshes) == 1:
+        plan = solve_stage(task, build(meshes[0]), started)
+        assert plan is not None  # there is no cutoff
+        return plan
+    return search_meshes(task, meshes, build, started)
+
+
+def _folding(bound: Bound, pinned: Mapping[Mesh, Pinned]) -> Folding:
+    """Folded, unless pins tell weights apart that would share their decisions."""
+    folding = fold(bound)
+    for pins in pinned.values():
+        for name in bound.program.parameters:
+            if pins.get(name) != pins.get(folding.values.get(name, name)):
+                return fold(bound, repeat=False)
+    return folding

@@ -1,0 +1,340 @@
+"""What single decisions cost on one mesh: seconds and bytes of ops, of conversions, of parameters.
+
+The integer program and the pricing of a finished plan both take their figures here, so that they can only differ in
+how they add them up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from autopar.cluster import ClusterSpec
+from autopar.cost_model import collectives
+from autopar.cost_model.compute import ELEMENT_OPS, op_seconds, optimizer_seconds
+from autopar.cost_model.hardware import Device, Link, axis_links, device
+from autopar.cost_model.memory import OPTIMIZERS, ParameterBytes, parameter_bytes
+from autopar.layout import I, Layout, P, R, S, Shape, State, conversion, dual, largest_local_numel
+from autopar.program import target_name
+from autopar.rules.analysis import Operation, Value
+from autopar.rules.derive import Choice, Strategy, algorithm_of, factor_size, local_flops
+from autopar.rules.notation import Rule
+
+# Part of compute behind which the communication of weights is taken to hide, where a caller does not say.  None of it
+# on a CPU, where gloo's threads compete with the rank that computes; of GPUs nothing has been measured yet.
+DEFAULT_OVERLAP = 0.0
+
+# An algorithm that combines parts of statistics (softmax, normalisation) reduces one number per row this many times.
+_STATISTICS_FORWARD, _STATISTICS_BACKWARD = 2, 1
+
+BUCKET = 25e6  # bytes of gradients that are reduced at once, as in torch's DistributedDataParallel
+
+_SHORT_NAMES = {
+    "layer_norm": "native_layer_norm",
+    "dropout": "native_dropout",
+    "cross_entropy_sum": "log_softmax",
+    "_softmax": "softmax",
+    "_log_softmax": "log_softmax",
+}
+
+
+class OpPrice(NamedTuple):
+    """Seconds of one op on the fullest rank, and seconds and bytes of what it communicates itself."""
+
+    forward: float
+    backward: float
+    communication: float
+    sent: float
+    transient: float  # bytes of its inputs and outputs
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward + self.communication
+
+
+class MovePrice(NamedTuple):
+    """One conversion: seconds forward and backward, bytes sent per rank."""
+
+    forward: float
+    backward: float
+    sent: float
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Figures of one mesh on one cluster, for one optimizer and precision.
+
+    overlap: part of compute behind which parameter communication hides.  microbatches: how often a step repeats its
+    forward and backward pass; ops and values are those of one microbatch.
+    """
+
+    sizes: tuple[int, ...]
+    links: tuple[Link, ...]
+    device: Device
+    optimizer: str
+    precision: str
+    overlap: float = 0.0
+    microbatches: int = 1
+    _numel: dict[tuple[Shape, Layout], int] = field(default_factory=dict, repr=False, compare=False)
+    _seconds: dict[tuple[str, float, int], float] = field(default_factory=dict, repr=False, compare=False)
+
+    # ---------------------------------------------------------------------------------------- sizes
+
+    def numel(self, shape: Shape, layout: Layout) -> int:
+        """Elements on the fullest rank."""
+        key = (shape, layout)
+        known = self._numel.get(key)
+        if known is None:
+            known = self._numel[key] = largest_local_numel(shape, layout, self.sizes)
+        return known
+
+    def width(self, dtype: torch.dtype) -> int:
+        """Bytes per element of an activation: floating ones are computed in the precision asked for."""
+        mixed = self.precision in ("bf16", "fp16")
+        return min(dtype.itemsize, 2) if mixed and dtype.is_floating_point else dtype.itemsize
+
+    def nbytes(self, value: Value, layout: Layout) -> float:
+        return self.numel(value.shape, layout) * self.width(value.dtype)
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        if dtype.is_floating_point and dtype.itemsize >= 4 and self.precision in ("bf16", "fp16"):
+            return torch.bfloat16 if self.precision == "bf16" else torch.float16
+        return dtype
+
+    def parameter_bytes(self, value: Value) -> ParameterBytes:
+        """Bytes per element of a weight; a frozen one has neither gradient nor state."""
+        optimizer = self.optimizer if value.differentiable else "none"
+        if self.precision in ("bf16", "fp16"):
+            sizes = parameter_bytes(optimizer, self.precision)
+            return sizes if value.differentiable else ParameterBytes(2, 2, 0, True)
+        width = value.dtype.itemsize
+        trained = width if value.differentiable else 0
+        return ParameterBytes(width * (1 + OPTIMIZERS[optimizer]), width, trained, True)
+
+    # ---------------------------------------------------------------------------------------- ops
+
+    def op(self, op: Operation, strategy: Strategy, ins: Sequence[Value], outs: Sequence[Value]) -> OpPrice:
+        """Price of running ``op`` by ``strategy``.
+
+        Backward is two forwards where arithmetic counts (the gradients of two operands) and moves twice the bytes
+        elsewhere (reads the gradient and what was saved, writes a gradient).
+        """
+        rule = op.rule
+        sizes_in = [self.nbytes(v, layout) for v, layout in zip(ins, strategy.ins, strict=True)]
+        sizes_out = [self.nbytes(v, layout) for v, layout in zip(outs, strategy.outs, strict=True)]
+        moved = sum(sizes_in) + sum(sizes_out)
+        floating = next((v.dtype for v in (*outs, *ins) if v.dtype.is_floating_point), outs[0].dtype)
+        gemm, shape = is_gemm(op), None
+        if gemm:
+            flops = local_flops(rule, strategy, self.sizes)
+            shape = _gemm_shape(rule, strategy, self.sizes)
+        else:
+            elements = max(self.numel(v.shape, layout) for v, layout in self._largest(strategy, ins, outs))
+            flops = elements * ELEMENT_OPS.get(_short_name(op), 1)
+        forward = op_seconds(
+            flops,
+            moved,
+            self.compute_dtype(floating),
+            self.device,
+            gemm=gemm,
+            shape=shape,
+            largest_new=max(sizes_out),
+        )
+        has_backward = any(op.type.differentiable_outs)
+        communication, sent = self._algorithm(op, strategy)
+        return OpPrice(
+            forward,
+            2 * forward if has_backward else 0.0,
+            communication,
+            sent,
+            moved * (2 if has_backward else 1),
+        )
+
+    def ideal(self, op: Operation, ins: Sequence[Value], outs: Sequence[Value], ranks: int) -> float:
+        """Seconds that no split over ``ranks`` can beat: arithmetic and bytes shared evenly, at full rates."""
+        moved = sum(v.nbytes * self.width(v.dtype) / v.dtype.itemsize for v in (*ins, *outs))
+        floating = next((v.dtype for v in (*outs, *ins) if v.dtype.is_floating_point), outs[0].dtype)
+        gemm = is_gemm(op)
+        flops = sum(c * math.prod(op.rule.sizes[f] for f in factors) for c, factors in op.rule.flops) if gemm else 0.0
+        forward = op_seconds(
+            flops / ranks, moved / ranks, self.compute_dtype(floating), self.device, gemm=gemm, shape=None
+        )
+        return forward * (3 if any(op.type.differentiable_outs) else 1)
+
+    def _largest(self, strategy: Strategy, ins: Sequence[Value], outs: Sequence[Value]) -> list[tuple[Value, Layout]]:
+        return [*zip(outs, strategy.outs, strict=True), *zip(ins[:1], strategy.ins[:1], strict=True)]
+
+    def _algorithm(self, op: Operation, strategy: Strategy) -> tuple[float, float]:
+        """Seconds and bytes of the all-reduces of statistics inside an algorithm, forward and backward."""
+        seconds = sent = 0.0
+        for axis, choice in enumerate(strategy.choices):
+            algorithm = algorithm_of(op.rule, choice)
+            if algorithm is None or algorithm.lacking == P:  # a partial sum leaves through the output
+                continue
+            first = op.rule.ins[0]
+            rows = math.prod(
+                factor_size(op.rule, strategy, f, self.sizes, (0,) * len(self.sizes))
+                for dims in first
+                for f in dims
+                if f not in algorithm.splits
+            )
+            times = _STATISTICS_FORWARD + (_STATISTICS_BACKWARD if any(op.type.differentiable_outs) else 0)
+            seconds += times * self.collective("all-reduce", rows * 4, axis)
+            sent += times * collectives.sent_bytes("all-reduce", rows * 4, self.sizes[axis])
+        return seconds, sent
+
+    # ---------------------------------------------------------------------------------------- communication
+
+    def collective(self, kind: str, nbytes: float, axis: int) -> float:
+        key = (kind, nbytes, axis)
+        known = self._seconds.get(key)
+        if known is None:
+            known = collectives.seconds(kind, nbytes, self.sizes[axis], self.links[axis])
+            self._seconds[key] = known
+        return known
+
+    def move(self, value: Value, layout: Layout, axis: int, target: State) -> MovePrice:
+        """Price of converting an activation on one axis; one without a gradient has no backward."""
+        whole = self._undone(value.shape, layout, axis, target) * self.width(value.dtype)
+        made = conversion(layout[axis], target, self.sizes[axis], whole)
+        forward = self.collective(made.forward, whole, axis)
+        if not value.differentiable:
+            return MovePrice(forward, 0.0, made.forward_bytes)
+        backward = self.collective(made.backward, whole, axis)
+        return MovePrice(forward, backward, made.forward_bytes + made.backward_bytes)
+
+    def weight_move(self, value: Value, layout: Layout, axis: int, target: State, *, gradient: bool) -> MovePrice:
+        """Price of one conversion of a weight, or of a gradient, which has no backward of its own.
+
+        Gradients are reduced in buckets: each pays its share of a bucket's latency.
+        """
+        sizes = self.parameter_bytes(value)
+        whole = self._undone(value.shape, layout, axis, target) * (sizes.gradient if gradient else sizes.held)
+        made = conversion(layout[axis], target, self.sizes[axis], whole)
+        seconds = self.collective(made.forward, whole, axis)
+        if gradient and seconds:
+            unshared = collectives.steps(made.forward, self.sizes[axis]) * self.links[axis].latency
+            seconds -= unshared * (1 - min(1.0, whole / BUCKET))
+        return MovePrice(seconds, 0.0, made.forward_bytes)
+
+    def _undone(self, shape: Shape, layout: Layout, axis: int, target: State) -> int:
+        source = layout[axis]
+        undone = (*layout[:axis], I, *layout[axis + 1 :])
+        whole = self.numel(shape, undone)
+        if isinstance(source, S) or isinstance(target, S):  # the fullest rank's share decides where cuts are uneven
+            n = self.sizes[axis]
+            part = max(
+                self.numel(shape, (*layout[:axis], s, *layout[axis + 1 :]))
+                for s in (source, target)
+                if isinstance(s, S)
+            )
+            return max(whole, part * n)
+        return whole
+
+    def update(self, value: Value, stored: Layout) -> float:
+        """Seconds of the optimizer on one weight."""
+        if not value.differentiable or self.optimizer == "none":
+            return 0.0
+        launches = 1 if self.device.name == "cpu" else 0  # on a GPU one launch serves many tensors
+        return optimizer_seconds(self.numel(value.shape, stored), launches, self.optimizer, self.device)
+
+    def weight_memory(self, value: Value, stored: Layout, held: Layout, accumulated: Layout) -> float:
+        """Bytes of one weight with its gradient and optimizer state on one rank."""
+        sizes = self.parameter_bytes(value)
+        total = sizes.stored * self.numel(value.shape, stored) + sizes.gradient * self.numel(value.shape, accumulated)
+        return total + (0 if sizes.aliased and stored == held else sizes.held * self.numel(value.shape, held))
+
+
+def prices(
+    cluster: ClusterSpec,
+    sizes: Sequence[int],
+    *,
+    optimizer: str = "adamw",
+    precision: str = "fp32",
+    overlap: float | None = None,
+    microbatches: int = 1,
+) -> Prices:
+    """The figures for a mesh of ``sizes``.  Raises PlanError for an unknown optimizer, precision or kind of device."""
+    parameter_bytes(optimizer, precision)  # refuses unknown names
+    overlap = DEFAULT_OVERLAP if overlap is None else overlap
+    links = axis_links(cluster, sizes)
+    return Prices(tuple(sizes), links, device(cluster), optimizer, precision, overlap, microbatches)
+
+
+def is_gemm(op: Operation) -> bool:
+    """Whether matmul units do the arithmetic: a contraction, or attention."""
+    rule = op.rule
+    return bool(rule.flops) and (
+        (bool(rule.sums) and any(len(t) > 1 for t in rule.form)) or "attention" in _short_name(op)
+    )
+
+
+def _short_name(op: Operation) -> str:
+    name = target_name(op.node).split(".")[1]
+    return _SHORT_NAMES.get(name, name)
+
+
+def _gemm_shape(rule: Rule, strategy: Strategy, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Local (M, N, K) of a contraction: factors of the first operand alone, of the second alone, and of both alone."""
+    first = (0,) * len(sizes)
+    a, b = ({f for dims in rule.ins[i] for f in dims} for i in _operands(rule))
+    out = {f for dims in rule.outs[0] for f in dims}
+    return tuple(
+        max(1, math.prod(factor_size(rule, strategy, f, sizes, first) for f in sorted(group)))
+        for group in ((a & out) - b, (b & out) - a or b - a, (a & b) - out)
+    )
+
+
+def _operands(rule: Rule) -> tuple[int, int]:
+    return next(((t[0], t[1]) for t in rule.form if len(t) > 1), (0, 1))
+
+
+def saved_inputs(op: Operation) -> tuple[int, ...]:
+    """Inputs that autograd keeps: of a product only those whose partner has a gradient."""
+    if not any(op.type.differentiable_outs):
+        return ()
+    kept = []
+    for where, i in op.rule.saves:
+        if where == "in":
+            partners = [j for term in op.rule.form if i in term and len(term) > 1 for j in term if j != i]
+            if not partners or any(op.type.differentiable_ins[j] for j in partners):
+                kept.append(i)
+    return tuple(kept)
+
+
+def saved_outputs(op: Operation) -> tuple[int, ...]:
+    if not any(op.type.differentiable_outs):
+        return ()
+    return tuple(k for where, k in op.rule.saves if where == "out")
+
+
+def full_states(layout: Layout) -> Layout:
+    """A weight's layout as its holder sees it: shards, and I wherever it is whole."""
+    return tuple(s if isinstance(s, S) else I for s in layout)
+
+
+def gradient_states(layout: Layout) -> Layout:
+    """Layout of the gradient that a use in ``layout`` makes, with R, which is free to call I, as I."""
+    return tuple(I if dual(s) == R else dual(s) for s in layout)
+
+
+__all__ = [
+    "Choice",
+    "MovePrice",
+    "OpPrice",
+    "Prices",
+    "full_states",
+    "gradient_states",
+    "is_gemm",
+    "prices",
+    "saved_inputs",
+    "saved_outputs",
+]
