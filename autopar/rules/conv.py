@@ -48,6 +48,7 @@ def _conv(node: fx.Node) -> Rule:
         whole=frozenset(whole),
         saves=(("in", 0), ("in", 1)),
         flops=flops,
+        filled=True,  # an empty contraction comes out with no channels at all, other empty operands raise
     )
 
 
@@ -63,4 +64,4 @@ def _pool(node: fx.Node) -> Rule:
     sizes |= {f"y{i}": n for i, n in enumerate(x[lead:])} | {f"z{i}": n for i, n in enumerate(y[lead:])}
     whole = frozenset(f for d in ins + outs for f in d)
     form = ((0,),) if "avg" in str(node.target) else ()
-    return Rule((common + ins,), (common + outs,), sizes, form, whole=whole, saves=(("in", 0),))
+    return Rule((common + ins,), (common + outs,), sizes, form, whole=whole, saves=(("in", 0),), filled=True)

@@ -127,6 +127,8 @@ def apply(op: OpType, choices: Sequence[Choice], axis_sizes: Sequence[int]) -> S
     algorithms = {c.kind for c in choices if c.kind not in (I, R, P, "split")}
     if len(algorithms) > 1:
         return None
+    if rule.filled and any(c.factor and _leaves_empty(c.cut, n) for c, n in zip(choices, axis_sizes, strict=True)):
+        return None
     for factor in {c.factor for c in choices if c.factor}:
         if not cuts_nest(
             rule.sizes[factor], [(a, c.cut) for a, c in enumerate(choices) if c.factor == factor], axis_sizes
@@ -151,6 +153,11 @@ def apply(op: OpType, choices: Sequence[Choice], axis_sizes: Sequence[int]) -> S
         if not is_valid(shape, layout, axis_sizes):
             return None
     return strategy
+
+
+def _leaves_empty(cut: Cut, n: int) -> bool:
+    """Whether the last of ``n`` ranks gets nothing of ``cut``."""
+    return -(-cut.N // n) * (n - 1) >= cut.N
 
 
 def linear_choices(op: OpType) -> list[Choice]:
@@ -187,7 +194,7 @@ def axis_choices(
         for cut in points.get(factor, (Cut(1, size, 1),)):
             if cut.N % n == 0:
                 seen[Cut(cut.m, size // cut.m, 1)] = None
-            elif uneven and cut.N > 1 and (empty or -(-cut.N // n) * (n - 1) < cut.N):
+            elif uneven and cut.N > 1 and (empty or not _leaves_empty(cut, n)):
                 seen[cut] = None
         out += [Choice(kind, factor, cut) for cut in seen]
     return out + linear_choices(op)
@@ -232,7 +239,7 @@ def strategies(
             if fitted is None:
                 break
             n = axis_sizes[a]
-            if fitted.factor and fitted.cut.N % n and (not uneven or -(-fitted.cut.N // n) * (n - 1) >= fitted.cut.N):
+            if fitted.factor and fitted.cut.N % n and (not uneven or _leaves_empty(fitted.cut, n)):
                 break
             choices.append(fitted)
         else:

@@ -61,6 +61,7 @@ class Rule:
     algorithms: tuple[Algorithm, ...] = ()
     view: bool = False  # only relabels dimensions: may be contracted
     reshapes: bool = False  # runs as a reshape to the local shape of its output
+    filled: bool = False  # no rank may be left without rows: torch's kernel does not take them
 
     @property
     def factors(self) -> tuple[str, ...]:

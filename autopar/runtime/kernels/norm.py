@@ -57,6 +57,10 @@ def batch_norm(
 
     ``rng`` None means evaluation: running statistics are used and left alone.
     """
+    if not x.shape[1]:  # torch's raises on a rank without channels; what it holds still belongs to the graph
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        y = x if weight is None else x * weight.reshape(shape)
+        return y if bias is None else y + bias.reshape(shape), running_mean, running_var
     if rng is None and running_mean is not None:
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps), running_mean, running_var
     mean = None if running_mean is None else running_mean.clone()
