@@ -16,8 +16,10 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
+from unittest import mock
 
 import typer
 
@@ -93,8 +95,8 @@ def plan_command(
         search = Search(mesh=parse_mesh(mesh) if mesh else None, zero=zero)
         if not output.absolute().parent.is_dir():
             raise PlanError("the plan cannot be written", where=output, expected="a folder that is there")
-        loaded = load_model(model, batch, seq, precision)
-        with progress_line() as progress:
+        with _stdout_kept_clean(), progress_line() as progress:
+            loaded = load_model(model, batch, seq, precision)
             plan = make_plan(
                 loaded.model,
                 where,
@@ -146,6 +148,20 @@ def _errors_printed(debug: bool) -> Iterator[None]:
             traceback.print_exc()
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
+
+
+@contextlib.contextmanager
+def _stdout_kept_clean() -> Iterator[None]:
+    """Send to stderr what others print: a model's own code, and HiGHS, whose banner no option switches off."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 # ------------------------------------------------------------------------------------------------ options
@@ -365,11 +381,8 @@ def _without_weights() -> Iterator[None]:
             parameter = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = register_fake  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(nn.Module, "register_parameter", register_fake):
         yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def _task(config: Any, file: Path) -> _Task:
@@ -466,7 +479,7 @@ def _gloo() -> Check:
     import torch.distributed as dist
 
     try:
-        dist.ProcessGroupGloo(dist.PrefixStore("autopar-doctor", dist.HashStore()), 0, 1)
+        dist.ProcessGroupGloo(dist.PrefixStore("autopar-doctor", dist.HashStore()), 0, 1, timedelta(seconds=30))
     except RuntimeError as error:
         return Check(
             "missing", "gloo", f"does not start: {error}", "set GLOO_SOCKET_IFNAME to a network interface, such as lo"

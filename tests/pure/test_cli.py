@@ -1,5 +1,6 @@
 """The command line: options, models by name, errors in four parts, the doctor."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -23,6 +24,10 @@ from torch import nn
 def mlp():
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
     return model, (torch.zeros(8, 16),), lambda out, batch: (out**2).mean()
+
+def prints():
+    print("building")
+    return mlp()
 
 def broken():
     raise ValueError("no such layer")
@@ -89,6 +94,16 @@ def test_plan_is_written_and_explained(folder: Path, options: tuple[str, ...]) -
     assert run("explain", "p.json").stdout == plan.explain()
 
 
+def test_stdout_is_the_plan_alone(folder: Path) -> None:
+    """In a process of its own, since what C++ prints goes past Python's stdout."""
+    program = "import sys; from autopar.cli import main; main()"
+    words = ("plan", "zoo.models:prints", "--cluster", "2xcpu", "--mesh", "x=2")
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == Plan.load(folder / "plan.json").explain()
+    assert "building" in done.stderr and "written to plan.json" in done.stderr
+
+
 def test_cluster_from_file(folder: Path) -> None:
     autopar.ClusterSpec("2xcpu", memory=2**30).save(folder / "c.toml")
     result = run("plan", "zoo.models:mlp", "-c", "c.toml", "--mesh", "x=2")
@@ -109,11 +124,11 @@ def test_nothing_fits(folder: Path) -> None:
     [
         (("zoo.models",), ("the model cannot be read", "package.module:function", "'zoo.models'")),
         (("zoo.modles:mlp",), ("module cannot be found", "No module named 'zoo.modles'", "in the folder")),
-        (("zoo.models:mpl",), ("function cannot be found", "one of mlp, broken, wrong", "none of that name")),
+        (("zoo.models:mpl",), ("function cannot be found", "one of mlp, prints, broken", "none of that name")),
         (("zoo.models:constant",), ("function cannot be found", "got:      3")),
         (
             ("zoo.models:broken",),
-            ("zoo.models:broken() failed", "models.py:10, in broken", "ValueError: no such layer"),
+            ("zoo.models:broken() failed", "models.py:14, in broken", "ValueError: no such layer"),
         ),
         (("zoo.models:wrong",), ("returns something else", "expected: a tuple of model", "got:      Linear")),
         (("zoo.needs:model",), ("importing zoo.needs failed", "needs.py:1", "package_that_is_not_there")),
