@@ -31,6 +31,7 @@ def gpt(vocabulary: int, length: int, layers: int, hidden: int, heads: int) -> G
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
+        use_cache=False,  # keys and values of earlier tokens serve generation one token at a time only
         bos_token_id=0,
         eos_token_id=0,
     )

@@ -45,6 +45,7 @@ def resolve(
     stored: Mapping[str, ParameterDecision],
 ) -> Resolved:
     """Read decisions (of every op, not only of representatives).  Raises PlanError naming the one that is wrong."""
+    _refuse_strangers(plan, bound)
     mesh = plan.device_mesh
     analysis = contract(bound, mesh.sizes)
     strategies: dict[str, Strategy] = {}
@@ -67,14 +68,33 @@ def resolve(
             parameters[node] = Stored(whole, whole, whole, (), (), (), ())
             continue
         try:
-            layouts = [parse_layout(t, mesh.axes, shape) for t in (decision.stored, decision.held, decision.accumulated)]
+            layouts = [
+                parse_layout(t, mesh.axes, shape) for t in (decision.stored, decision.held, decision.accumulated)
+            ]
         except ValueError as error:
             raise PlanError("a layout cannot be read", where=parameter.name, got=str(error)) from error
         groups = [
-            _moves(parameter.name, t, mesh, shape) for t in (decision.gather, decision.use, decision.reduce, decision.final)
+            _moves(parameter.name, t, mesh, shape)
+            for t in (decision.gather, decision.use, decision.reduce, decision.final)
         ]
         parameters[node] = Stored(*layouts, *groups)  # type: ignore[arg-type]
     return Resolved(analysis, mesh, strategies, resolved, parameters)
+
+
+def _refuse_strangers(plan: Plan, bound: Bound) -> None:
+    """Every decision is about something that the program has, and the only one about it."""
+    for what, decisions, known in (
+        ("an op", plan.ops, {o.name for o in bound.operations}),
+        ("a value", plan.values, set(bound.values)),
+        ("a parameter", plan.parameters, {p.name for p in bound.program.parameters.values()}),
+    ):
+        seen: set[str] = set()
+        for decision in decisions:
+            if decision.name not in known:
+                raise PlanError(f"the plan decides {what} that the program does not have", where=decision.name)
+            if decision.name in seen:
+                raise PlanError(f"the plan decides {what} twice", where=decision.name)
+            seen.add(decision.name)
 
 
 def _strategy(op: Operation, texts: tuple[str, ...], mesh: Mesh) -> Strategy:

@@ -18,6 +18,10 @@ from torch import Tensor
 
 from autopar.layout import I, P, R, Split, chunk_bounds, dual
 
+# torch 2.13 renamed these; 2.11 knows the old names only
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Axis:
@@ -110,7 +114,7 @@ def gather_rows(row: Tensor, axis: Axis) -> Tensor:
     """
     out = row.new_empty((axis.size * row.shape[0], *row.shape[1:]))
     if axis.backend != "gloo":
-        dist.all_gather_into_tensor(out, row, group=axis.group)
+        _all_gather(out, row, group=axis.group)
         return out
     places = out.chunk(axis.size) if row.shape[0] else ()
     if places:
@@ -128,7 +132,7 @@ def start_reduce_rows(rows: Tensor, axis: Axis) -> tuple[Tensor, Any, Callable[[
     """
     if axis.backend != "gloo":
         row = rows.new_empty((rows.shape[0] // axis.size, *rows.shape[1:]))
-        return row, dist.reduce_scatter_tensor(row, rows, group=axis.group, async_op=True), lambda r: r
+        return row, _reduce_scatter(row, rows, group=axis.group, async_op=True), lambda r: r
     received = torch.empty_like(rows)
     work = dist.all_to_all_single(received, rows, group=axis.group, async_op=True)
     return received, work, lambda r: r.reshape(axis.size, -1, *rows.shape[1:]).sum(0)

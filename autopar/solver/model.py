@@ -1,6 +1,7 @@
 """The integer program of one mesh: which strategy each op takes, how each value travels, where each weight lives.
 
-Milliseconds and gigabytes are its units.
+Its units are powers of ten of seconds and bytes in which its figures are of the order of one to a thousand, milliseconds
+and gigabytes for a large model: in seconds and bytes a solver's absolute tolerances are the size of what they compare.
 
 - One binary per (op, strategy); they add up to one.
 - Every use of a value is a flow over its lattice of layouts: it leaves the layout that its producer makes, and enters
@@ -17,6 +18,7 @@ Repeated blocks are one representative with a multiplicity.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -26,8 +28,12 @@ from autopar.solver.milp import INF, Model, Problem
 from autopar.solver.prices import full_states, gradient_states, saved_inputs, saved_outputs
 from autopar.solver.space import Flow, Space, Weight, is_full
 
-MS, GB = 1e3, 1e-9
 FORWARD, BACKWARD = "forward", "backward"
+
+
+# Added to every conversion, and once more to reducing a gradient at each use where once a step costs the same; an
+# objective is at least a hundred, so that all of it is far below any gap.
+_TIE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +44,7 @@ class Columns:
     stored: dict[str, dict[Layout, int]]
     held: dict[str, dict[Layout, int]]
     accumulated: dict[str, dict[Layout, int]]
-    memory: tuple[tuple[int, float], ...]  # the row of bytes, in GB
-    constant: float
+    second: float  # one in units of the objective
 
 
 @dataclass(slots=True)
@@ -47,7 +52,8 @@ class _Builder:
     space: Space
     model: Model
     memory: bool
-    tie: float
+    second: float
+    byte: float
     strategy: dict[str, range] = field(default_factory=dict)
     stored: dict[str, dict[Layout, int]] = field(default_factory=dict)
     held: dict[str, dict[Layout, int]] = field(default_factory=dict)
@@ -57,20 +63,21 @@ class _Builder:
 
 
 def formulate(
-    space: Space, *, limit: float | None = None, zero: int | None = None, smallest: bool = False, tie: float = 1e-7
+    space: Space, *, limit: float | None = None, zero: int | None = None, smallest: bool = False
 ) -> tuple[Problem, Columns]:
     """Rows and columns of ``space``.
 
     limit: bytes per rank; None leaves out everything about memory.  zero: a stage of ZeRO to keep to.  smallest:
-    minimise bytes instead of time.  tie: milliseconds added per conversion, and once more for reducing a gradient at
-    each use where once a step costs the same; far below any gap.
+    minimise bytes instead of time.
     """
-    b = _Builder(space, Model(), limit is not None or smallest, tie)
+    second = 10.0 ** (2 - _magnitude(lower_bound(space)))
+    byte = 10.0 ** -_magnitude(limit or input_bytes(space) + sum(w.value.nbytes for w in space.weights))
+    b = _Builder(space, Model(), limit is not None or smallest, second, byte)
     for op in space.ops:
         count = space.count(op.name) * space.prices.microbatches
         first = len(b.model.costs)
         for price in space.costs[op.name]:
-            b.model.binary(price.seconds * count * MS)
+            b.model.binary(price.seconds * count * b.second)
         b.strategy[op.name] = range(first, len(b.model.costs))
         b.model.row(1.0, 1.0, ((c, 1.0) for c in b.strategy[op.name]))
     for flow in space.flows:
@@ -78,7 +85,7 @@ def formulate(
     for weight in space.weights:
         _weight(b, weight, zero)
     _hidden(b)
-    constant = input_bytes(space) * GB
+    constant = input_bytes(space) * b.byte
     if b.memory:
         _memory(b)
         if smallest:
@@ -86,9 +93,21 @@ def formulate(
             for column, value in b.bytes:
                 b.model.costs[column] += value
         elif limit is not None:
-            b.model.row(-INF, limit * GB - constant, b.bytes)
-    columns = Columns(b.strategy, b.stored, b.held, b.accumulated, tuple(b.bytes), constant)
+            b.model.row(-INF, limit * b.byte - constant, b.bytes)
+    columns = Columns(b.strategy, b.stored, b.held, b.accumulated, second)
     return b.model.freeze(), columns
+
+
+def _magnitude(x: float) -> int:
+    return math.floor(math.log10(x)) if x > 0 else 0
+
+
+def lower_bound(space: Space) -> float:
+    """Seconds: no plan is faster than the cheapest strategy of every op, were conversions free."""
+    m = space.prices.microbatches
+    work = sum(min(p.seconds for p in space.costs[op.name]) * space.count(op.name) * m for op in space.ops)
+    update = sum(min(space.prices.update(w.value, layout) for layout in w.stored) * w.edge.count for w in space.weights)
+    return work + update
 
 
 def input_bytes(space: Space) -> float:
@@ -105,7 +124,7 @@ def _activation(b: _Builder, flow: Flow) -> None:
         return  # what every rank has whole is sliced without cost
     grid, model = flow.grid, b.model
     count = flow.edge.count * b.space.prices.microbatches
-    costs = [c * count * MS + b.tie for c in grid.costs]
+    costs = [c * count * b.second + _TIE for c in grid.costs]
     ends = [
         [(grid.index[layout], column) for layout, column in zip(need, b.strategy[use.op], strict=True)]
         for use, need in zip(flow.edge.uses, flow.needs, strict=True)
@@ -114,7 +133,7 @@ def _activation(b: _Builder, flow: Flow) -> None:
         ends.append([(grid.index[b.space.invariant], -1)])
     made = [grid.index[layout] for layout in flow.outs]
     shared = len(ends) > 1
-    paid = [model.column(c) if shared and c > b.tie else -1 for c in costs]
+    paid = [model.column(c) if shared and c > _TIE else -1 for c in costs]
     for end in ends:
         rows = [model.row(0.0, 0.0) for _ in grid.layouts]
         for node, column in zip(made, b.strategy[flow.producer], strict=True):
@@ -124,7 +143,7 @@ def _activation(b: _Builder, flow: Flow) -> None:
                 model.add(rows[node], column, -1.0)
             else:
                 model.row_lower[rows[node]] = model.row_upper[rows[node]] = 1.0
-        first = model.flow(rows, grid.tails, grid.heads, [b.tie if shared else c for c in costs])
+        first = model.flow(rows, grid.tails, grid.heads, [_TIE if shared else c for c in costs])
         if shared:
             for k, column in enumerate(paid):
                 if column >= 0:
@@ -138,7 +157,7 @@ def _weight(b: _Builder, weight: Weight, zero: int | None) -> None:
     model, space = b.model, b.space
     name, count, m = weight.edge.name, weight.edge.count, space.prices.microbatches
     forward, backward, value = weight.forward, weight.backward, weight.value
-    stored = {layout: model.binary(space.prices.update(value, layout) * count * MS) for layout in weight.stored}
+    stored = {layout: model.binary(space.prices.update(value, layout) * count * b.second) for layout in weight.stored}
     held = {layout: model.binary() for layout in forward.layouts}
     model.row(1.0, 1.0, ((c, 1.0) for c in stored.values()))
     b.stored[name], b.held[name] = stored, held
@@ -169,7 +188,7 @@ def _weight(b: _Builder, weight: Weight, zero: int | None) -> None:
                 model.add(rows[backward.index[gradient_states(layout)]], column, 1.0)
             for layout, column in accumulated.items():
                 model.add(rows[backward.index[layout]], column, -1.0)
-            _arcs(b, rows, backward, count, block, {BACKWARD: float(m * use.count)}, extra=b.tie)
+            _arcs(b, rows, backward, count, block, {BACKWARD: float(m * use.count)}, extra=_TIE)
         rows = [model.row(0.0, 0.0) for _ in backward.layouts]
         for layout, column in accumulated.items():
             model.add(rows[backward.index[layout]], column, 1.0)
@@ -194,12 +213,12 @@ def _arcs(
     """Arcs that are run ``times`` in each direction of a step, for ``count`` alike weights."""
     total = sum(times.values())
     hidden = block is not None and b.space.prices.overlap > 0
-    costs = [(0.0 if hidden else c * total * count * MS) + b.tie + (extra if c else 0.0) for c in grid.costs]
+    costs = [(0.0 if hidden else c * total * count * b.second) + _TIE + (extra if c else 0.0) for c in grid.costs]
     first = b.model.flow(rows, grid.tails, grid.heads, costs)
     if hidden and block is not None:
         for direction, often in times.items():
             row = b.hiding.setdefault((block, direction), [])
-            row += [(first + k, -c * often * MS) for k, c in enumerate(grid.costs) if c]
+            row += [(first + k, -c * often * b.second) for k, c in enumerate(grid.costs) if c]
 
 
 def hiding_block(space: Space, weight: Weight) -> int | None:
@@ -212,7 +231,7 @@ def _hidden(b: _Builder) -> None:
     space = b.space
     for (block, direction), entries in sorted(b.hiding.items()):
         exposed = b.model.column(float(space.folding.kinds.count(block)))
-        factor = space.prices.overlap * space.prices.microbatches * MS
+        factor = space.prices.overlap * space.prices.microbatches * b.second
         compute = [
             (column, factor * (price.forward if direction == FORWARD else price.backward))
             for op in space.ops
@@ -267,7 +286,7 @@ def _stage(b: _Builder, weight: Weight, zero: int) -> None:
 
 def _weight_bytes(b: _Builder, weight: Weight) -> None:
     prices, value, name = b.space.prices, weight.value, weight.edge.name
-    sizes, scale = prices.parameter_bytes(value), weight.edge.count * GB
+    sizes, scale = prices.parameter_bytes(value), weight.edge.count * b.byte
     stored, held = b.stored[name], b.held[name]
     for layout, column in stored.items():
         b.bytes.append((column, sizes.stored * prices.numel(value.shape, layout) * scale))
@@ -299,7 +318,7 @@ def _memory(b: _Builder) -> None:
             keepers.append((flow.outs, b.strategy[flow.producer]))
         layouts = dict.fromkeys(layout for need, _ in keepers for layout in need)
         for layout in layouts:
-            nbytes = space.prices.nbytes(flow.value, layout) * flow.edge.count * GB
+            nbytes = space.prices.nbytes(flow.value, layout) * flow.edge.count * b.byte
             if len(keepers) == 1:
                 need, columns = keepers[0]
                 b.bytes += [(c, nbytes) for c, wanted in zip(columns, need, strict=True) if wanted == layout]
@@ -314,5 +333,5 @@ def _memory(b: _Builder) -> None:
     b.bytes.append((largest, 1.0))
     for op in space.ops:
         prices = space.costs[op.name]
-        entries = [(c, -p.transient * GB) for c, p in zip(b.strategy[op.name], prices, strict=True)]
+        entries = [(c, -p.transient * b.byte) for c, p in zip(b.strategy[op.name], prices, strict=True)]
         model.row(0.0, INF, [(largest, 1.0), *entries])

@@ -15,9 +15,10 @@ from autopar.layout import Mesh
 from autopar.plan import Plan, Solver
 from autopar.rules.analysis import Operation, contract
 from autopar.rules.derive import Choice
+from autopar.solver.model import lower_bound
 from autopar.solver.prices import prices
 from autopar.solver.space import KeepChoice, Space
-from autopar.solver.stage import Task, lower_bound, solve_stage
+from autopar.solver.stage import Task, solve_stage
 
 _NAMES = {1: ("d",), 2: ("dp", "tp"), 3: ("dp", "tp", "cp")}
 _MAX_AXES = 3

@@ -22,7 +22,7 @@ from autopar.rules.registry import rules_fingerprint
 from autopar.solver import milp
 from autopar.solver.baseline import baselines
 from autopar.solver.decisions import Decisions, read, write
-from autopar.solver.model import MS, formulate
+from autopar.solver.model import formulate, lower_bound
 from autopar.solver.price import price
 from autopar.solver.prices import prices
 from autopar.solver.space import Keep, KeepChoice, Space, build, every_choice, every_strategy
@@ -132,7 +132,7 @@ def solve_stage(task: Task, space: Space, started: float, cutoff: float = math.i
         raise InfeasiblePlan("no plan satisfies the pins and the search options", where=str(space.mesh))
     if relaxed.status != "optimal" or relaxed.values is None:
         return _finish(task, space, best, known, "time_limit", floor, started)
-    bound = max(floor, relaxed.objective / MS)
+    bound = max(floor, relaxed.objective / columns.second)
     report(f"{space.mesh}: bound {bound * 1e3:.4g} ms")
     if bound >= cutoff:
         return None
@@ -151,7 +151,7 @@ def solve_stage(task: Task, space: Space, started: float, cutoff: float = math.i
     )
     if outcome.status == "infeasible":
         raise _infeasible(task, space)
-    bound = max(bound, outcome.bound / MS)
+    bound = max(bound, outcome.bound / columns.second)
     if outcome.values is not None:
         found = candidate(task, space, "solver", read(space, columns, outcome.values))
         if found.plan.predicted.peak_memory <= task.limit * (1 + _SLACK):
@@ -192,14 +192,6 @@ def _comparison(name: str, other: Plan, best: Plan, limit: float) -> str:
     text = f"{name} would take {slower * 1e3:+.3g} ms"
     over = other.predicted.peak_memory - limit
     return text + (f", and does not fit by {over / 2**30:.3g} GiB" if over > 0 else "")
-
-
-def lower_bound(space: Space) -> float:
-    """No plan is faster than the cheapest strategy of every op, were conversions free."""
-    m = space.prices.microbatches
-    work = sum(min(p.seconds for p in space.costs[op.name]) * space.count(op.name) * m for op in space.ops)
-    update = sum(min(space.prices.update(w.value, layout) for layout in w.stored) * w.edge.count for w in space.weights)
-    return work + update
 
 
 def smallest(task: Task, space: Space) -> Candidate | None:
