@@ -7,12 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from equality import Prepared, assert_equals_one_process, prepare, run_plan, sample
+from equality import Prepared, assert_equals_one_process, mesh_of, prepare, run_plan, sample
 from models import DROPOUT, MODELS
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autopar import api
+from autopar.cluster import ClusterSpec
 from autopar.layout import is_valid
 from autopar.program import target_name
 from autopar.rules.analysis import Analysis, Bound, Operation, contract
@@ -33,6 +34,13 @@ def test_random_plans_equal_one_process(prepared: Prepared, sizes: tuple[int, ..
     """Every decision at random: strategies, the way of each conversion, where weights are stored, held, reduced."""
     for seed in range(SEEDS[sizes]):
         assert_equals_one_process(prepared, sample(prepared.bound, sizes, seed), f"seed {seed}")
+
+
+@pytest.mark.parametrize("sizes", SEEDS, ids=str)
+def test_the_solvers_plan_equals_one_process(prepared: Prepared, sizes: tuple[int, ...]) -> None:
+    mesh = mesh_of(sizes)
+    plan = api.solve(prepared.bound, ClusterSpec(nodes=1, devices_per_node=mesh.size, device="cpu"), mesh=mesh)
+    assert_equals_one_process(prepared, plan, f"plan {plan.id} ({plan.solver.status})")
 
 
 @pytest.mark.slow
