@@ -34,6 +34,7 @@ def bert(vocabulary: int, length: int, layers: int, hidden: int, heads: int) -> 
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
         initializer_range=0.1,
+        pad_token_id=None,  # nothing is padded, and piece 0, the default, is one to learn
     )
     return BertForMaskedLM(config)
 
