@@ -35,6 +35,7 @@ _OVERRIDES = (
     "intra_node_latency",
     "inter_node_bandwidth",
     "inter_node_latency",
+    "cores",
 )
 _MAY_BE_ZERO = ("launch_overhead", "intra_node_latency", "inter_node_latency")
 # What torch calls a device -> our name for its kind; the first match counts.
@@ -66,6 +67,7 @@ class ClusterSpec:
       launch_overhead      seconds per op
       intra_node_bandwidth, inter_node_bandwidth    bytes per second, device and direction
       intra_node_latency, inter_node_latency        seconds per step of a collective
+      cores                CPU cores that the ranks of a node share, where they are fewer than the ranks
 
     ``str(cluster)`` is the notation of the first line of this module, and reads back as an equal cluster.
 
@@ -84,6 +86,7 @@ class ClusterSpec:
     intra_node_latency: float | None
     inter_node_bandwidth: float | None
     inter_node_latency: float | None
+    cores: int | None
 
     def __init__(
         self,
@@ -100,6 +103,7 @@ class ClusterSpec:
         intra_node_latency: float | None = None,
         inter_node_bandwidth: float | None = None,
         inter_node_latency: float | None = None,
+        cores: int | None = None,
     ) -> None:
         given: dict[str, object] = {
             "nodes": nodes,
@@ -113,6 +117,7 @@ class ClusterSpec:
             "intra_node_latency": intra_node_latency,
             "inter_node_bandwidth": inter_node_bandwidth,
             "inter_node_latency": inter_node_latency,
+            "cores": cores,
         }
         values: dict[str, object] = (
             {"nodes": 1, "devices_per_node": 1, "device": "cpu"} if spec is None else _parse(spec)
@@ -179,18 +184,18 @@ class ClusterSpec:
         return cls(**checked)
 
     @classmethod
-    def detect(cls) -> ClusterSpec:
-        """The cluster that this process runs on.
+    def detect(cls, device: str | None = None) -> ClusterSpec:
+        """The cluster that this process runs on; ``device="cpu"`` leaves CUDA devices out.
 
         Under torchrun, WORLD_SIZE and LOCAL_WORLD_SIZE say how many ranks and how many of them per node. Otherwise it
-        is this node alone: all its CUDA devices, or one CPU rank. Kinds that the catalogue has no entry for keep the
+        is this node alone: all its CUDA devices, or one CPU rank. CPU ranks that outnumber the cores share them. Kinds that the catalogue has no entry for keep the
         name that torch gives them, and are refused where their figures are needed.
 
         Raises PlanError when the two variables disagree, or a node has fewer CUDA devices than ranks.
         """
         import torch  # here, so that a cluster can be described without loading torch
 
-        cuda_devices = torch.cuda.device_count()
+        cuda_devices = 0 if device == "cpu" else torch.cuda.device_count()
         local = _environment("LOCAL_WORLD_SIZE") or _environment("WORLD_SIZE") or max(cuda_devices, 1)
         world = _environment("WORLD_SIZE") or local
         if world % local:
@@ -202,7 +207,9 @@ class ClusterSpec:
                 hint="launch the same number of ranks on every node",
             )
         if not cuda_devices:
-            return cls(nodes=world // local, devices_per_node=local, device="cpu")
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            shared = cores if cores < local else None
+            return cls(nodes=world // local, devices_per_node=local, device="cpu", cores=shared)
         if cuda_devices < local:
             raise PlanError(
                 "more ranks on this node than CUDA devices",
@@ -259,7 +266,7 @@ def _checked(name: str, value: object, where: object) -> object:
                 "device is no name of a kind", where=where, expected="a word such as 'H100'", got=repr(value)
             )
         return value
-    whole = name in ("nodes", "devices_per_node", "memory")
+    whole = name in ("nodes", "devices_per_node", "memory", "cores")
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number or (whole and value != int(value)):  # type: ignore[call-overload]
         raise PlanError(

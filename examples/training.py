@@ -78,7 +78,7 @@ def parallel(model: nn.Module, example: Batch, plan_file: str | None, out: Path)
     """The model on every rank that this program runs on. The plan and each rank's code go to a folder, for a reader."""
     if WORLD > 1:
         torch.distributed.init_process_group("gloo")
-    cluster = autopar.ClusterSpec(nodes=1, devices_per_node=WORLD, device="cpu")
+    cluster = autopar.ClusterSpec.detect(device="cpu")
     plan = autopar.Plan.load(plan_file) if plan_file else None
     module = autopar.parallelize(model, cluster, example_inputs=example, plan=plan)
     say(module.plan.explain())

@@ -3,6 +3,8 @@
 import pickle
 from dataclasses import FrozenInstanceError, replace
 
+import os
+
 import pytest
 
 from autopar.cluster import ClusterSpec
@@ -141,6 +143,7 @@ def test_missing_file(tmp_path) -> None:
 def test_detect(monkeypatch) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(4), raising=False)
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert ClusterSpec.detect() == ClusterSpec("1xcpu")
@@ -148,6 +151,8 @@ def test_detect(monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert ClusterSpec.detect() == ClusterSpec("2x4xcpu")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert ClusterSpec.detect() == ClusterSpec("1x8xcpu", cores=4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(PlanError, match="same number on every node"):
         ClusterSpec.detect()

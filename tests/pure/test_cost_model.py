@@ -7,7 +7,7 @@ import pytest
 
 from autopar.cluster import ClusterSpec
 from autopar.cost_model import collectives, compute, memory
-from autopar.cost_model.hardware import ALIASES, CATALOGUE, Device, Link, axis_links, device, levels, lookup
+from autopar.cost_model.hardware import ALIASES, CATALOGUE, Device, Link, axis_links, crowding, device, levels, lookup
 from autopar.errors import PlanError
 
 PLAIN = Link(bandwidth=1e9, latency=1e-5, source="test")
@@ -303,3 +303,13 @@ def test_usable_memory() -> None:
     assert memory.usable_memory(TOY) < 2**30
     with pytest.raises(PlanError, match="0 <= reserve < 1"):
         memory.usable_memory(TOY, reserve=1)
+
+
+def test_ranks_that_share_cores_have_a_part_of_them_each() -> None:
+    alone, crowded = ClusterSpec("1x4xcpu"), ClusterSpec("1x4xcpu", cores=2)
+    assert crowding(crowded) == 2
+    for dtype, figure in device(alone).peak_flops.items():
+        assert device(crowded).peak_flops[dtype] == figure / 2
+    (before, _), (after, _) = levels(alone), levels(crowded)
+    assert after.bandwidth == before.bandwidth / 2
+    assert after.latency == before.latency * 4
