@@ -27,6 +27,9 @@ WIDTH = 100  # columns
 _HEADINGS = ("module", "layout in -> out", "time", "communication", "bytes/rank")
 _WIDEST = (28, 32, 8, 14, 10)  # columns are as wide as their longest cell, up to this; longer cells are wrapped
 _GAP = "  "
+KINDS = (
+    "kinds: "  # a note that starts so stands among the first lines: "kinds: dp: data parallel, ZeRO-1; tp: tensor 1D"
+)
 _SMALL = 0.002  # ops without weights and communication that take less than this part of the step share a line
 _SHOWN_OPS = 40  # of a plan without prices
 _SHOWN_NAMES = 4
@@ -77,20 +80,18 @@ def _byte_unit(count: float) -> tuple[str, float]:
 def _header(plan: Plan) -> list[str]:
     title = f"Plan {plan.id}  {plan.model or 'model'} on {_cluster(plan)} as {plan.device_mesh}"
     lines = _join([title, _status(plan), *_solved_in(plan)], "   ")
+    kinds = [line for kind in _kinds(plan) for line in textwrap.wrap(kind, WIDTH, subsequent_indent="  ")]
     if not plan.predicted.step_time:
-        return [*lines, "nothing is priced: the plan says what runs where, not how long it takes"]
+        return [*lines, "nothing is priced: the plan says what runs where, not how long it takes", *kinds]
     said = plan.predicted
     unit, factor = _time_unit(said.step_time)
     figures = (said.step_time, said.compute_time, said.exposed_comm_time)
     step, compute, exposed = (_digits(s * factor, said.step_time * factor) for s in figures)
-    lines += _join(
-        [f"step {step} {unit} = compute {compute} + exposed communication {exposed}", f"peak {_peak(plan)} on rank 0"],
-        "      ",
-    )
-    lines += _breakdown(plan)
-    for kind in _kinds(plan):
-        lines += textwrap.wrap(kind, WIDTH, subsequent_indent="  ")
-    return lines
+    sums = [
+        f"step {step} {unit} = compute {compute} + exposed communication {exposed}",
+        f"peak {_peak(plan)} on rank 0",
+    ]
+    return [*lines, *_join(sums, "      "), *_breakdown(plan), *kinds]
 
 
 def _join(parts: Sequence[str], gap: str) -> list[str]:
@@ -169,7 +170,8 @@ def _breakdown(plan: Plan) -> list[str]:
 
 
 def _kinds(plan: Plan) -> list[str]:
-    return []
+    """The names of kinds of parallelism.  To recognise them takes the model, so whoever plans leaves them as a note."""
+    return [note for note in plan.notes if note.startswith(KINDS)]
 
 
 # ------------------------------------------------------------------------------------------------ the table
@@ -470,9 +472,10 @@ def _steps(moves: Iterable[str], axis: str) -> list[tuple[str, str]]:
 
 def _notes(plan: Plan) -> list[str]:
     """Under a heading, where the notes do not say themselves what they are."""
-    headed = not all(note.startswith("why not") for note in plan.notes)
+    notes = [note for note in plan.notes if not note.startswith(KINDS)]
+    headed = not all(note.startswith("why not") for note in notes)
     indent = "  " if headed else ""
     lines = ["why not otherwise"] if headed else []
-    for note in plan.notes:
+    for note in notes:
         lines += textwrap.wrap(note, WIDTH, initial_indent=indent, subsequent_indent=indent + "  ")
     return lines

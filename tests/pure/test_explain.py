@@ -99,7 +99,10 @@ PLAN = Plan(
     ),
     Solver("optimal", 0.412, 0.412, 0.0, 0.8),
     {"layer_norm": 12},
-    ("why not tp:R for o_proj?  +41 ms: loses the split of a 32 MiB weight, adds one all-gather on tp",),
+    (
+        "kinds: dp: data parallel, ZeRO-1; tp: tensor 1D",
+        "why not tp:R for o_proj?  +41 ms: loses the split of a 32 MiB weight, adds one all-gather on tp",
+    ),
     TABLE,
 )
 
@@ -109,6 +112,7 @@ step 412 ms = compute 331 + exposed communication 81      peak 6.12 of 8 GiB on 
   compute = forward 110 + backward 210 + optimizer 11 ms
   communication = activations 60 + weights 21 ms (92.5 MiB sent per rank, 30 ms more hidden)
   memory = activations 5 + weights 1.12 GiB
+kinds: dp: data parallel, ZeRO-1; tp: tensor 1D
 
 module             layout in -> out            time    communication   bytes/rank
 transformer.wte    dp:S0 -> dp:S0 tp:P         1 ms    all-reduce      4 MiB
