@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from autopar.passes.normalize import normalize
 from models import Case
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
@@ -18,6 +17,7 @@ from torch.utils import _pytree as pytree
 from autopar import api
 from autopar.capture import export, from_exported
 from autopar.layout import Mesh
+from autopar.passes.normalize import normalize
 from autopar.plan import Fingerprints, Plan
 from autopar.program import split_batch, strip_wrapper
 from autopar.rules.analysis import Bound, bind_program
@@ -171,16 +171,21 @@ def train(module: ParallelModule, batch: Mapping[str, Tensor], on_dtensors: bool
     return Run(outputs, losses, gradients, norm, module.full_state_dict())
 
 
-def prepare(case: Case, exact: bool = True) -> Prepared:
-    """Capture in float64 throughout.  exact: the reference is `Eager`; else our own module on one rank (dropout)."""
+def widened(case: Case) -> tuple[ExportedProgram, Callable[[], Bound]]:
+    """The model exported in float64 throughout, and what binds it (which takes the exported graph apart)."""
     exported = export(case.model, case.batch, case.loss_fn)
     widen(exported)
-    reference = train_eagerly(Eager(exported, case.model), case.batch) if exact else None
-    buffers = wide_buffers(case.model)
-    bound = bind_program(normalize(from_exported(exported, case.model), buffers))
-    if reference is None:
-        reference = train(api.build(case.model, bound, sample(bound, ())), case.batch)
-    return Prepared(case, bound, reference)
+    return exported, lambda: bind_program(normalize(from_exported(exported, case.model), wide_buffers(case.model)))
+
+
+def prepare(case: Case, exact: bool = True) -> Prepared:
+    """Capture in float64 throughout.  exact: the reference is `Eager`; else our own module on one rank (dropout)."""
+    exported, bind = widened(case)
+    if exact:
+        reference = train_eagerly(Eager(exported, case.model), case.batch)
+        return Prepared(case, bind(), reference)
+    bound = bind()
+    return Prepared(case, bound, train(api.build(case.model, bound, sample(bound, ())), case.batch))
 
 
 def mesh_of(sizes: tuple[int, ...]) -> Mesh:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import torch
@@ -44,3 +45,21 @@ def local_term(x: Tensor, layout: Layout, mesh: Mesh, at: tuple[int, ...]) -> Te
         if here != first:
             terms[first] = terms[first] - term
     return local_slice(terms[tuple(at[a] for a in pending)], layout, mesh, at)
+
+
+def whole(terms: list[Tensor], layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> Tensor:
+    """The value that ranks hold together: partial terms added, shards laid in their places, copies checked."""
+    index = torch.arange(math.prod(shape)).reshape(shape)
+    out = torch.zeros(shape, dtype=torch.float64)
+    for rank, term in enumerate(terms):
+        at = mesh.coordinates(rank)
+        first = all(k == 0 for k, s in zip(at, layout, strict=True) if s in (R, I))
+        places = local_slice(index, layout, mesh, at)
+        assert term.shape == places.shape
+        if first:
+            out.view(-1).index_add_(0, places.reshape(-1), term.reshape(-1))
+    for rank, term in enumerate(terms):  # every copy, not only the first one
+        at = mesh.coordinates(rank)
+        if P not in layout:
+            assert torch.allclose(term, local_slice(out, layout, mesh, at), rtol=0, atol=1e-14)
+    return out

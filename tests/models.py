@@ -1,4 +1,7 @@
-"""Tiny models with sizes that divide nothing: vocabulary 53, batch 5, sequence 7, three heads, padding, dropout."""
+"""Tiny models with sizes that divide nothing: vocabulary 53, batch 5, sequence 7, three heads, padding, dropout.
+
+transformers is imported where it is needed: every process of a test pays for it.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PretrainedConfig,
-)
 
 VOCABULARY, BATCH, SEQUENCE = 53, 5, 7
 
@@ -61,7 +55,7 @@ def tokens(padded: bool) -> dict[str, Tensor]:
     return batch
 
 
-def language_model(cls: Callable[[Any], nn.Module], config: PretrainedConfig, padded: bool) -> Case:
+def language_model(cls: Callable[[Any], nn.Module], config: Any, padded: bool) -> Case:
     """An unmodified model of transformers, with torch's attention."""
     torch.manual_seed(0)
     config._attn_implementation = "sdpa"
@@ -69,6 +63,8 @@ def language_model(cls: Callable[[Any], nn.Module], config: PretrainedConfig, pa
 
 
 def gpt2(heads: int = 4, padded: bool = False, dropout: float = 0.0, layers: int = 2) -> Case:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     config = GPT2Config(
         vocab_size=VOCABULARY,
         n_positions=16,
@@ -86,6 +82,8 @@ def gpt2(heads: int = 4, padded: bool = False, dropout: float = 0.0, layers: int
 
 
 def bert(padded: bool = True, dropout: float = 0.0, layers: int = 2) -> Case:
+    from transformers import BertConfig, BertForMaskedLM
+
     config = BertConfig(
         vocab_size=VOCABULARY,
         hidden_size=16,
@@ -101,6 +99,8 @@ def bert(padded: bool = True, dropout: float = 0.0, layers: int = 2) -> Case:
 
 def llama(padded: bool = False, layers: int = 2) -> Case:
     """Grouped queries: four heads of queries on two of keys and values."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=16,

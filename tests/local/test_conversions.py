@@ -6,11 +6,11 @@ import random
 
 import pytest
 import torch
-from layouts import local_slice, local_term, random_layout
+from layouts import local_slice, local_term, random_layout, whole
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from autopar.layout import I, Layout, Mesh, Move, P, R, S, State, dual, is_valid
+from autopar.layout import I, Mesh, Move, P, R, S, State, dual, is_valid
 from autopar.runtime.collectives import Split, convert
 from autopar.runtime.dtensor import runtime_axes, steps
 from autopar.testing import run_local
@@ -35,24 +35,6 @@ def convert_everywhere(mesh: Mesh, move: Move, value: Tensor, gradient: Tensor) 
         return y.detach(), x.grad
 
     return run_local(job, mesh.size)
-
-
-def whole(terms: list[Tensor], layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> Tensor:
-    """The value that ranks hold together: partial terms added, shards laid in their places, copies checked."""
-    index = torch.arange(shape[0] * shape[1]).reshape(shape)
-    out = torch.zeros(shape, dtype=torch.float64)
-    for rank, term in enumerate(terms):
-        at = mesh.coordinates(rank)
-        first = all(k == 0 for k, s in zip(at, layout, strict=True) if s in (R, I))
-        places = local_slice(index, layout, mesh, at)
-        assert term.shape == places.shape
-        if first:
-            out.view(-1).index_add_(0, places.reshape(-1), term.reshape(-1))
-    for rank, term in enumerate(terms):  # every copy, not only the first one
-        at = mesh.coordinates(rank)
-        if P not in layout:
-            assert torch.allclose(term, local_slice(out, layout, mesh, at), rtol=0, atol=1e-14)
-    return out
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
