@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ _GAP = "  "
 KINDS = (
     "kinds: "  # a note that starts so stands among the first lines: "kinds: dp: data parallel, ZeRO-1; tp: tensor 1D"
 )
-_SMALL = 0.002  # ops without weights and communication that take less than this part of the step share a line
+_SMALL = 0.005  # ops without weights and communication that take less than this part of the step share a line
 _SHOWN_OPS = 40  # of a plan without prices
 _SHOWN_NAMES = 4
 
@@ -137,7 +138,7 @@ def _peak(plan: Plan) -> str:
     except PlanError:
         return format_bytes(peak)
     unit, factor = _byte_unit(memory)
-    if peak < factor / 100:
+    if peak < factor:
         return f"{format_bytes(peak)} of {format_bytes(memory)}"
     return f"{_digits(peak / factor)} of {_digits(memory / factor)} {unit}"
 
@@ -179,7 +180,11 @@ def _kinds(plan: Plan) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One op, or several alike.  seconds and nbytes are those of one occurrence; count: how often it occurs."""
+    """One op, or several alike.
+
+    seconds and nbytes (of its weights, their gradients and optimizer state, on one rank) are those of one occurrence;
+    count: how often it occurs.
+    """
 
     module: str
     op: str
@@ -191,7 +196,8 @@ class Row:
     count: int
 
     @property
-    def is_small(self) -> bool:
+    def is_light(self) -> bool:
+        """Whether it has no weights and sends nothing."""
         return not self.nbytes and not self.communication
 
 
@@ -233,11 +239,12 @@ def _table(plan: Plan) -> list[str]:
             cells.append(
                 (_block_title(group, count), "", format_seconds(sum(r.seconds for r in group) * count), "", "")
             )
-        kept = [r for r in group if not (r.is_small and r.seconds * count < _SMALL * total)]
-        small = [r for r in group if r not in kept]
-        repeated = {r.module for r in kept if sum(o.module == r.module for o in kept) > 1}
-        for row in _merged(kept):
-            cells.append((prefix + _label(row, first if count > 1 else None, row.module in repeated), *_figures(row)))
+        small = [r for r in group if r.is_light and r.seconds * count < _SMALL * total]
+        kept = _merged(_runs([r for r in group if r not in small]))
+        modules = [r.module for r in kept]
+        for row in kept:
+            label = _label(row, first if count > 1 else None, modules.count(row.module) > 1)
+            cells.append((prefix + label, *_figures(row)))
         if small:
             title = "1 small op" if len(small) == 1 else f"{len(small)} small ops"
             cells.append((prefix + title, "", format_seconds(sum(r.seconds for r in small)), "", ""))
@@ -306,7 +313,24 @@ def _label(row: Row, first: int | None, with_op: bool) -> str:
         path = after if index == first else f"{index}.{after}".rstrip(".")
     if not path:
         return row.op or "-"
-    return f"{path} {row.op}" if with_op and row.op else path
+    return f"{path} {_op_name(row.op)}" if with_op and row.op else path
+
+
+def _op_name(op: str) -> str:
+    """The op without what makes its node's name unique: linear for linear_default_3."""
+    return re.sub(r"(_default)?(_\d+)?$", "", op)
+
+
+def _runs(rows: Sequence[Row]) -> list[Row]:
+    """Light ops of one module that follow each other in one layout, as one: the eight of an activation function."""
+    out: list[Row] = []
+    for key, found in itertools.groupby(rows, lambda r: (r.module, r.source, r.target, r.is_light)):
+        run = list(found)
+        if len(run) == 1 or not key[0] or not key[3]:
+            out += run
+        else:
+            out.append(replace(run[0], op=f"({len(run)} ops)", seconds=sum(r.seconds for r in run)))
+    return out
 
 
 def _merged(rows: Sequence[Row]) -> list[Row]:
@@ -314,7 +338,7 @@ def _merged(rows: Sequence[Row]) -> list[Row]:
 
     def alike(row: Row) -> tuple[str, ...]:
         parent = row.module.rpartition(".")[0]
-        return (parent, row.op.rstrip("0123456789").rstrip("_"), row.source, row.target, row.communication)
+        return (parent, _op_name(row.op), row.source, row.target, row.communication)
 
     out: list[Row] = []
     for _, found in itertools.groupby(rows, alike):

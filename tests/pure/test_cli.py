@@ -94,6 +94,26 @@ def test_plan_is_written_and_explained(folder: Path, options: tuple[str, ...]) -
     assert run("explain", "p.json").stdout == plan.explain()
 
 
+def test_whole_text_of_a_solved_plan(tmp_path: Path) -> None:
+    """Every part of explain() is there: figures, kinds, table with a repeated block, storage, why not."""
+    config_of("gpt2", "GPT2LMHeadModel").save_pretrained(tmp_path)
+    words = ("--cluster", "2xA100", "--mesh", "dp=2", "--batch", "4", "--seq", "16", "-o", tmp_path / "p.json")
+    result = run("plan", f"hf:{tmp_path}", *words)
+    assert result.exit_code == 0, result.output
+    for part in (
+        "step ",
+        "  compute = forward ",
+        "  memory = ",
+        "kinds: dp: ",
+        "transformer.h.0-1 (2 alike)",
+        "\n  mlp.c_fc",
+    ):
+        assert part in result.stdout
+    assert "transformer.h.0-1.ln_1.weight" in result.stdout.partition("\nparameters\n")[2]
+    assert "\nwhy not " in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 100
+
+
 def test_stdout_is_the_plan_alone(folder: Path) -> None:
     """In a process of its own, since what C++ prints goes past Python's stdout."""
     program = "import sys; from autopar.cli import main; main()"

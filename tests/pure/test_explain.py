@@ -35,7 +35,9 @@ TABLE = (
     row("transformer.h.0.attn.v_proj", "linear_2", "dp:S0 tp:R -> dp:S0 tp:S2", 1e-3, "-", 3 << 20, 12),
     row("transformer.h.0.attn", "view", "dp:S0 tp:S1 -> dp:S0 tp:S1", 2e-6, "-", 0, 12),
     row("transformer.h.0.attn", "attention", "dp:S0 tp:S1 -> dp:S0 tp:S1", 2e-3, "-", 0, 12),
-    row("transformer.h.0.attn", "mul", "dp:S0 tp:S1 -> dp:S0 tp:S1", 1e-3, "-", 0, 12),
+    row("transformer.h.0.attn", "mul_1", "dp:S0 tp:S1 -> dp:S0 tp:S2", 1e-3, "-", 0, 12),
+    row("transformer.h.0.act", "pow_1", "dp:S0 tp:S0 -> dp:S0 tp:S0", 1e-3, "-", 0, 12),
+    row("transformer.h.0.act", "tanh", "dp:S0 tp:S0 -> dp:S0 tp:S0", 1e-3, "-", 0, 12),
     row(
         "transformer.h.0.attn.o_proj",
         "linear_3",
@@ -116,11 +118,12 @@ kinds: dp: data parallel, ZeRO-1; tp: tensor 1D
 
 module             layout in -> out            time    communication   bytes/rank
 transformer.wte    dp:S0 -> dp:S0 tp:P         1 ms    all-reduce      4 MiB
-transformer.h.0-11 (12 alike)                  134 ms
+transformer.h.0-11 (12 alike)                  158 ms
   ln_1             dp:S0 -> dp:S0              1 ms    -               1000 B
   attn.q,k,v_proj  dp:S0 tp:R -> dp:S0 tp:S2   5 ms    -               15 MiB
   attn attention   dp:S0 tp:S1 -> dp:S0 tp:S1  2 ms    -               -
-  attn mul         dp:S0 tp:S1 -> dp:S0 tp:S1  1 ms    -               -
+  attn mul         dp:S0 tp:S1 -> dp:S0 tp:S2  1 ms    -               -
+  act              dp:S0 tp:S0 -> dp:S0 tp:S0  2 ms    -               -
   attn.o_proj      dp:S0 tp:S2(3,768,1)        1.2 ms  reduce-scatter  9 MiB
                    -> dp:S0 tp:P
   1.ln_1           dp:S0 -> dp:S0              1 ms    -               1000 B
