@@ -15,7 +15,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from autopar.errors import AutoparError, CaptureError
-from autopar.program import OutputName, Parameter, Program, split_batch, strip_wrapper
+from autopar.program import OutputName, Parameter, Program, place, split_batch, strip_wrapper, target_name
 
 _EXPORT_LOCK = threading.Lock()  # torch.export is not thread-safe
 
@@ -210,6 +210,7 @@ def from_exported(exported: torch.export.ExportedProgram, model: nn.Module) -> P
         names.setdefault(id(parameter), []).append(name)
     by_name = dict(model.named_parameters(remove_duplicate=False))
     graph = exported.graph
+    _refuse_unknown_sizes(graph)
     nodes = {n.name: n for n in graph.nodes}
     parameters: dict[str, Parameter] = {}
     buffers: dict[str, str] = {}
@@ -256,6 +257,14 @@ def from_exported(exported: torch.export.ExportedProgram, model: nn.Module) -> P
             raise CaptureError(f"an output of kind {spec.kind.name} is not supported", where=str(spec.target))
     graph.erase_node(output)
     (loss, outputs), out_spec = _split_outputs(leaves, exported.call_spec.out_spec)
+    if loss is not None and nodes[loss].meta["val"].numel() != 1:
+        raise CaptureError(
+            "the loss is no scalar",
+            where=place(nodes[loss]),
+            expected="one number",
+            got=f"shape {list(nodes[loss].meta['val'].shape)}",
+            hint="return its mean or its sum",
+        )
     return Program(
         graph,
         parameters,
@@ -272,14 +281,30 @@ def from_exported(exported: torch.export.ExportedProgram, model: nn.Module) -> P
     )
 
 
+def _refuse_unknown_sizes(graph: torch.fx.Graph) -> None:
+    """Raise CaptureError where a tensor's size depends on values: ``x[mask]``, ``nonzero``, ``unique``."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        for tensor in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(tensor, torch.Tensor) and not all(isinstance(n, int) for n in tensor.shape):
+                raise CaptureError(
+                    "the size of a tensor depends on values",
+                    where=place(node),
+                    expected="sizes that follow from the sizes of the batch",
+                    got=f"{target_name(node)} with shape {list(tensor.shape)}",
+                    hint="use torch.where, or multiply by the mask and divide by its sum",
+                )
+
+
 def _split_outputs(leaves: list[Any], spec: Any) -> tuple[tuple[str | None, list[Any]], Any]:
-    """Take (loss, outputs) apart.  Raises CaptureError for a loss that is no scalar."""
-    loss_spec, output_spec = spec.children() if hasattr(spec, "children") and callable(spec.children) else spec.children_specs
+    """Take (loss, outputs) apart."""
+    parts = spec.children() if callable(getattr(spec, "children", None)) else spec.children_specs
+    loss_spec, output_spec = parts
     count = loss_spec.num_leaves
     loss = leaves[0] if count == 1 else None
     if loss is not None and not isinstance(loss, OutputName):
         loss = None
-    return (loss, leaves[count:]), output_spec
+    return (None if loss is None else str(loss), leaves[count:]), output_spec
 
 
 def flatten_batch(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -129,17 +129,26 @@ def strip_wrapper(name: str) -> str:
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in')
 
 
+_WRAPPER = "autopar/capture.py"  # whose forward calls the model's and loss_fn
+
+
+def _frames(node: fx.Node) -> list[tuple[str, str]]:
+    """(file, line) of the forward functions on the stack, outermost first; torch records no others."""
+    return _FRAME.findall(node.meta.get("stack_trace") or "")
+
+
 def source_line(node: fx.Node) -> str:
     """``file:line`` of the innermost frame outside torch, or an empty string."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    frames = [f for f in _frames(node) if not f[0].endswith(_WRAPPER)]
     own = [f for f in frames if "/torch/" not in f[0]] or frames
     return f"{own[-1][0]}:{own[-1][1]}" if own else ""
 
 
 def place(node: fx.Node) -> str:
     """Where a node comes from, for an error message."""
-    parts = [module_path(node) or "the model's forward", source_line(node)]
-    return ", ".join(p for p in parts if p)
+    frames = _frames(node)
+    top = "loss_fn" if frames and frames[-1][0].endswith(_WRAPPER) else "the model's forward"
+    return ", ".join(p for p in (module_path(node) or top, source_line(node)) if p)
 
 
 def call_arguments(node: fx.Node) -> dict[str, Any]:

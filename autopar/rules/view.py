@@ -6,8 +6,9 @@ import math
 
 from torch import fx
 
+from autopar.errors import RuleError
 from autopar.layout import Shape
-from autopar.program import call_arguments, output_values, shape_of, tensor_inputs
+from autopar.program import call_arguments, output_values, place, shape_of, tensor_inputs
 from autopar.rules.factors import common_refinement
 from autopar.rules.notation import Dims, Rule
 from autopar.rules.registry import computed
@@ -58,6 +59,19 @@ def _expand(node: fx.Node) -> Rule:
     dims = plain_dims(out)
     source = tuple(() if n == 1 else dims[i + len(out) - len(shape)] for i, n in enumerate(shape))
     return Rule((source,), (dims,), plain_sizes(out), ((0,),), size_args={"size": dims})
+
+
+@computed("aten.repeat_interleave.self_int")
+def _repeat(node: fx.Node) -> Rule:
+    """Every row r times in a row: ``a h -> a (h r)``."""
+    given, shape = call_arguments(node), shape_of(tensor_inputs(node)[0])
+    if given.get("dim") is None and len(shape) != 1:
+        raise RuleError("repeat_interleave without a dimension has no rule", where=place(node), hint="pass dim=")
+    d = (given.get("dim") or 0) % len(shape)
+    ins, outs, sizes = plain_dims(shape), list(plain_dims(shape)), plain_sizes(shape)
+    sizes["r"] = given["repeats"]
+    outs[d] = (*ins[d], "r") if sizes["r"] > 1 else ins[d]
+    return Rule((ins,), (tuple(outs),), sizes, ((0,),), size_args={"repeats": ("r",)})
 
 
 @computed("aten.slice.Tensor", "aten.constant_pad_nd.default", "aten.pad.default", "aten.roll.default", "aten.flip.default")
