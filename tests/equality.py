@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from models import Case
 from torch import Tensor, fx, nn
-from torch.distributed.tensor import DTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
@@ -20,9 +21,11 @@ from autopar.layout import Mesh
 from autopar.passes.normalize import normalize
 from autopar.plan import Fingerprints, Plan
 from autopar.program import split_batch, strip_wrapper
-from autopar.rules.analysis import Bound, bind_program
+from autopar.rules.analysis import Analysis, Bound, Operation, bind_program
+from autopar.rules.derive import Strategy, apply, parse_choice
 from autopar.runtime.engine import Engine, total_norm
 from autopar.runtime.module import ParallelModule
+from autopar.solver import sample as sampling
 from autopar.solver.sample import random_decisions
 from autopar.testing import run_local
 
@@ -197,6 +200,23 @@ def sample(bound: Bound, sizes: tuple[int, ...], seed: int = 0) -> Plan:
     return random_decisions(bound, mesh_of(sizes), Fingerprints("", "", ""), seed)
 
 
+def forced(bound: Bound, sizes: tuple[int, ...], choices: Mapping[str, tuple[str, ...]], seed: int = 0) -> Plan:
+    """A random plan in which ops make these choices, one per axis, by name."""
+    sampled = sampling._reachable_strategy
+
+    def pick(analysis: Analysis, op: Operation, rng: random.Random) -> Strategy:
+        if op.name not in choices:
+            return sampled(analysis, op, rng)
+        strategy = apply(op.type, [parse_choice(c, op.rule) for c in choices[op.name]], sizes)
+        assert strategy is not None, f"{op.name} cannot run as {choices[op.name]}"
+        return strategy
+
+    with mock.patch.object(sampling, "_reachable_strategy", pick):
+        plan = sample(bound, sizes, seed)
+    assert set(choices) <= {o.name for o in plan.ops}
+    return plan
+
+
 def run_plan(prepared: Prepared, plan: Plan, job: Callable[[ParallelModule, Any], Any] = train) -> list[Any]:
     """``job(module, batch)`` of every rank, on ranks as threads."""
     case = prepared.case
@@ -227,7 +247,3 @@ def assert_equals_one_process(prepared: Prepared, plan: Plan, label: str, **opti
     except BaseException as error:
         error.add_note(f"{label} on {plan.device_mesh}")
         raise
-
-
-def is_sharded(parameter: Tensor) -> bool:
-    return isinstance(parameter, DTensor) and any(not p.is_replicate() for p in parameter.placements)

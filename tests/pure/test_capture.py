@@ -101,6 +101,19 @@ def test_control_flow_on_values_is_refused() -> None:
         capture(DataDependent(), (X,), mean_square)
 
 
+class Masked(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)[x > 3]
+
+
+def test_a_size_that_depends_on_values_is_refused() -> None:
+    what = "the size of a tensor depends on values where: "
+    with refused(CaptureError, what + f"the model's forward, {line_of(Masked, 'self.inner')}", "multiply by the mask"):
+        capture(Masked(), (X,), mean_square)
+    with refused(CaptureError, what + "loss_fn", "multiply by the mask"):
+        capture(Layer(), (X,), lambda out, batch: out[batch > 3].mean())
+
+
 def test_checkpointing_works_again_after_capture() -> None:
     """The traps are only set while a model is captured."""
     with refused(CaptureError, "checkpoint() region vanishes"):
