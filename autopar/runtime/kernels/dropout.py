@@ -35,7 +35,8 @@ def _scramble(x: Tensor) -> Tensor:
     """In place on int32: two rounds of multiply and shift."""
     for factor, shift in ((0x7FEB352D, 15), (0x846CA68B, 16)):
         x.mul_(_signed(factor))
-        x.bitwise_xor_(x >> shift)
+        high = (x >> shift).bitwise_and_((1 << 32 - shift) - 1)  # torch shifts the sign in; with it no word is negative
+        x.bitwise_xor_(high)
     return x
 
 
