@@ -23,7 +23,7 @@ def baselines(space: Space, zero: int | None = None) -> Iterator[tuple[str, Deci
     for name, strategy in (
         ("data parallel", greedy(space, _whole_weights(space))),
         ("greedy", greedy(space)),
-        ("all invariant", _invariant(space)),
+        ("everything on every rank", _invariant(space)),
     ):
         if strategy is None or strategy in taken:
             continue

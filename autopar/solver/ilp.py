@@ -6,16 +6,20 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import msgspec
+
 from autopar.cluster import ClusterSpec
 from autopar.errors import PlanError
 from autopar.layout import Mesh
+from autopar.modes import describe
 from autopar.passes.fold import Folding, fold
 from autopar.plan import Plan
 from autopar.rules.analysis import Bound, contract
 from autopar.solver.pins import Pinned, keeps, read_pins, restrict
+from autopar.solver.report import table
 from autopar.solver.search import Search, search_meshes
 from autopar.solver.space import KeepChoice, Space, every_choice, every_strategy
-from autopar.solver.stage import Task, fingerprints, limit_of, prepare, solve_stage
+from autopar.solver.stage import Task, figures, fingerprints, limit_of, prepare, solve_stage
 
 
 def solve(
@@ -76,11 +80,20 @@ def solve(
         keep = partial(keeps, analysis, wanted) if wanted else every_strategy
         return restrict(prepare(task, mesh, analysis, keep, keep_choice or every_choice), wanted)
 
-    if len(meshes) == 1:
-        plan = solve_stage(task, build(meshes[0]), started)
-        assert plan is not None  # there is no cutoff
-        return plan
-    return search_meshes(task, meshes, build, started)
+    if len(meshes) > 1:
+        return _annotated(search_meshes(task, meshes, build, started), task)
+    plan = solve_stage(task, build(meshes[0]), started)
+    assert isinstance(plan, Plan)  # there is no cutoff
+    return _annotated(plan, task)
+
+
+def _annotated(plan: Plan, task: Task) -> Plan:
+    """With the rows of `explain`'s table, and the names of what the plan does."""
+    sizes = plan.device_mesh.sizes
+    analysis = contract(task.bound, sizes)
+    rows = table(plan, analysis, task.folding, figures(task, sizes))
+    kinds = f"kinds: {describe(plan, task.bound)}"
+    return msgspec.structs.replace(plan, table=rows, notes=(kinds, *plan.notes))
 
 
 def _folding(bound: Bound, pinned: Mapping[Mesh, Pinned]) -> Folding:

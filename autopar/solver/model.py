@@ -1,7 +1,7 @@
 """The integer program of one mesh: which strategy each op takes, how each value travels, where each weight lives.
 
-Its units are powers of ten of seconds and bytes in which its figures are of the order of one to a thousand, milliseconds
-and gigabytes for a large model: in seconds and bytes a solver's absolute tolerances are the size of what they compare.
+Its units are powers of ten of seconds and bytes in which its figures are of the order of one to a thousand, as they are
+in milliseconds and gigabytes for a large model: a solver's absolute tolerances must be far below what they compare.
 
 - One binary per (op, strategy); they add up to one.
 - Every use of a value is a flow over its lattice of layouts: it leaves the layout that its producer makes, and enters

@@ -17,6 +17,7 @@ from autopar.rules.analysis import Operation, contract
 from autopar.rules.derive import Choice
 from autopar.solver.model import lower_bound
 from autopar.solver.prices import prices
+from autopar.solver.report import why_not
 from autopar.solver.space import KeepChoice, Space
 from autopar.solver.stage import Task, solve_stage
 
@@ -137,7 +138,7 @@ class _State:
     bounds: list[float] = field(default_factory=list)
     proven: bool = True
     failure: InfeasiblePlan | None = None
-    notes: list[str] = field(default_factory=list)
+    others: list[Plan] = field(default_factory=list)
 
     @property
     def incumbent(self) -> float:
@@ -161,8 +162,8 @@ class _State:
             if self.failure is None or error.short_bytes < self.failure.short_bytes:
                 self.failure = error
             return
-        if plan is None:
-            self.bounds.append(self.incumbent * (1 - self.task.gap))
+        if isinstance(plan, float):
+            self.bounds.append(plan)
             return
         self.bounds.append(plan.solver.bound)
         self.proven &= plan.solver.status == "optimal"
@@ -171,12 +172,12 @@ class _State:
     def take(self, plan: Plan) -> None:
         if self.best is None or plan.solver.objective < self.incumbent:
             if self.best is not None:
-                self.notes.append(_slower(self.best, plan))
+                self.others.append(self.best)
             self.best = plan
             if len(plan.axes) < _MAX_AXES:
                 self.flat = plan
         else:
-            self.notes.append(_slower(plan, self.best))
+            self.others.append(plan)
 
     def polish(self, mesh: Mesh) -> None:
         """Improve the best plan of two axes on ``mesh``, if that has one of its axes in two."""
@@ -197,7 +198,7 @@ class _State:
 
         with contextlib.suppress(InfeasiblePlan, PlanError):
             plan = solve_stage(self.task, self.build(mesh, keep), self.started, self.incumbent)
-            if plan is not None:
+            if not isinstance(plan, float):
                 self.take(plan)
 
     def result(self) -> Plan:
@@ -210,17 +211,13 @@ class _State:
         status = "optimal" if self.proven and gap <= self.task.gap else "time_limit" if late else "heuristic"
         seconds = time.perf_counter() - self.started
         solver = Solver(status, best.solver.objective, bound, gap, seconds)
-        return msgspec.structs.replace(best, solver=solver, notes=(*best.notes, *self.notes))
+        notes = [why_not(f"mesh {other.device_mesh}", other, best, self.task.limit) for other in self.others]
+        return msgspec.structs.replace(best, solver=solver, notes=(*best.notes, *notes))
 
 
 def _kind(choice: str) -> str:
     """A choice without its cut, which depends on the axes outside."""
     return choice.partition(" at ")[0]
-
-
-def _slower(plan: Plan, best: Plan) -> str:
-    slower = plan.solver.objective - best.solver.objective
-    return f"mesh {plan.device_mesh} would take {slower * 1e3:+.3g} ms"
 
 
 def _columns(task: Task, mesh: Mesh) -> int:

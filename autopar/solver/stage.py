@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -24,11 +24,13 @@ from autopar.solver.baseline import baselines
 from autopar.solver.decisions import Decisions, read, write
 from autopar.solver.model import formulate, lower_bound
 from autopar.solver.price import price
-from autopar.solver.prices import prices
+from autopar.solver.prices import Prices, prices
+from autopar.solver.report import why_not
 from autopar.solver.space import Keep, KeepChoice, Space, build, every_choice, every_strategy
 
 Progress = Callable[[str], None]
 
+_COMPARED = ("data parallel", "data parallel, ZeRO-3", "everything on every rank")  # baselines that a plan speaks of
 _MIN_SECONDS = 0.02  # with less time than this left no program is begun
 _SLACK = 1e-6  # of the memory limit, for the solver's own tolerance
 
@@ -67,19 +69,23 @@ class Candidate:
     decisions: Decisions
 
 
-def prepare(
-    task: Task, mesh: Mesh, analysis: Analysis, keep: Keep = every_strategy, keep_choice: KeepChoice = every_choice
-) -> Space:
-    """Enumerate and price what can be chosen on ``mesh``."""
-    figures = prices(
+def figures(task: Task, sizes: Sequence[int]) -> Prices:
+    return prices(
         task.cluster,
-        mesh.sizes,
+        sizes,
         optimizer=task.optimizer if task.bound.program.loss is not None else "none",
         precision=task.precision,
         overlap=task.overlap,
         microbatches=task.microbatches,
     )
-    return build(analysis, task.folding, mesh, figures, keep, keep_choice, all_storage=task.zero is not None)
+
+
+def prepare(
+    task: Task, mesh: Mesh, analysis: Analysis, keep: Keep = every_strategy, keep_choice: KeepChoice = every_choice
+) -> Space:
+    """Enumerate and price what can be chosen on ``mesh``."""
+    known = figures(task, mesh.sizes)
+    return build(analysis, task.folding, mesh, known, keep, keep_choice, all_storage=task.zero is not None)
 
 
 def candidate(task: Task, space: Space, name: str, decisions: Decisions) -> Candidate:
@@ -108,15 +114,15 @@ def best_baseline(task: Task, space: Space) -> tuple[Candidate | None, dict[str,
     return min(fitting, key=lambda c: c.plan.predicted.step_time, default=None), found
 
 
-def solve_stage(task: Task, space: Space, started: float, cutoff: float = math.inf) -> Plan | None:
+def solve_stage(task: Task, space: Space, started: float, cutoff: float = math.inf) -> Plan | float:
     """The fastest plan that fits.
 
-    cutoff: seconds; None is returned once it is clear that no plan here is faster.  Raises InfeasiblePlan.
+    cutoff: seconds; a bound is returned instead once it is clear that no plan here is faster.  Raises InfeasiblePlan.
     """
     report = task.progress or (lambda text: None)
     floor = lower_bound(space)
     if floor >= cutoff:
-        return None
+        return floor
     best: Candidate | None = None
     known: dict[str, Candidate] = {}
     if cutoff == math.inf:
@@ -135,7 +141,7 @@ def solve_stage(task: Task, space: Space, started: float, cutoff: float = math.i
     bound = max(floor, relaxed.objective / columns.second)
     report(f"{space.mesh}: bound {bound * 1e3:.4g} ms")
     if bound >= cutoff:
-        return None
+        return bound
     rounded = candidate(task, space, "solver", read(space, columns, relaxed.values))
     integral = milp.is_integral(problem, relaxed.values)
     if rounded.plan.predicted.peak_memory <= task.limit and (integral or task.zero is None):
@@ -179,19 +185,15 @@ def _finish(
     bound = min(bound, objective)
     gap = (objective - bound) / objective if objective else 0.0
     seconds = time.perf_counter() - started
-    notes = tuple(_comparison(name, c.plan, best.plan, task.limit) for name, c in known.items() if c.name != best.name)
+    notes = tuple(
+        why_not(name, known[name].plan, best.plan, task.limit)
+        for name in _COMPARED
+        if name in known and name != best.name
+    )
     plan = msgspec.structs.replace(best.plan, solver=Solver(status, objective, bound, gap, seconds), notes=notes)
     if task.progress:
         task.progress(f"{space.mesh}: {objective * 1e3:.4g} ms, bound {bound * 1e3:.4g}, gap {gap:.2%}, {status}")
     return plan
-
-
-def _comparison(name: str, other: Plan, best: Plan, limit: float) -> str:
-    """``data parallel would take +41.0 ms``."""
-    slower = other.predicted.step_time - best.predicted.step_time
-    text = f"{name} would take {slower * 1e3:+.3g} ms"
-    over = other.predicted.peak_memory - limit
-    return text + (f", and does not fit by {over / 2**30:.3g} GiB" if over > 0 else "")
 
 
 def smallest(task: Task, space: Space) -> Candidate | None:
