@@ -1,6 +1,7 @@
 """What the examples share besides their data: command line, recipe, the one-process reference, the loop, the output."""
 
 import argparse
+import atexit
 import json
 import math
 import os
@@ -78,6 +79,8 @@ def parallel(model: nn.Module, example: Batch, plan_file: str | None, out: Path)
     """The model on every rank that this program runs on. The plan and each rank's code go to a folder, for a reader."""
     if WORLD > 1:
         torch.distributed.init_process_group("gloo")
+        # A process that ends with the group's threads still running is now and then aborted instead.
+        atexit.register(torch.distributed.destroy_process_group)
     cluster = autopar.ClusterSpec.detect(device="cpu")
     plan = autopar.Plan.load(plan_file) if plan_file else None
     module = autopar.parallelize(model, cluster, example_inputs=example, plan=plan)
