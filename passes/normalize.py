@@ -124,8 +124,8 @@ def drop_identities(program: Program) -> None:
             continue
         if shape_of(source) != shape_of(node):
             continue
-        if node.target is aten.detach.default and source.op != "placeholder":
-            continue
+        if node.target is aten.detach.default and (source.op != "placeholder" or source.name in program.parameters):
+            continue  # it stops a gradient
         if node.target is aten.dropout.default and argument(node, "train") and argument(node, "p") > 0:
             continue
         _renamed(program, node, source)
@@ -282,8 +282,6 @@ def name_random_ops(program: Program) -> None:
                 if not p and not causal:
                     continue
                 q, k, v = node.args[:3]
-                if argument(node, "enable_gqa"):
-                    raise CaptureError("grouped attention that is causal or drops weights has no rule yet", where=place(node))
                 mask, scale = argument(node, "attn_mask"), argument(node, "scale")
                 dims = [Part(n) for n in (*shape_of(q)[:-1], shape_of(k)[-2])]
                 new = new_node(graph, attention, (q, k, v, mask, causal, scale, p, rng, salt), {"dims": dims}, like=node)

@@ -103,7 +103,7 @@ class ParallelModule(nn.Module):
                 _place(self, name).register_parameter(name.rpartition(".")[2], parameter)
         for name, (tensor, persistent) in buffers.items():
             _place(self, name).register_buffer(name.rpartition(".")[2], tensor.detach().clone(), persistent)
-        self._parameter = dict(self.named_parameters())
+        self._parameter = {w.names[0]: self.get_parameter(w.names[0]) for w in weights}
         self._by_node = {w.node: w for w in weights}
         self.train(training)
 
@@ -212,6 +212,11 @@ class ParallelModule(nn.Module):
                     expected=f"{list(shape)} {dtype}",
                     got=got,
                     hint="plan again with example_inputs of this size",
+                )
+            if value.requires_grad:
+                raise RuntimeMismatch(
+                    "gradients of inputs are not computed", where=name, expected="an input without requires_grad",
+                    got="requires_grad", hint="detach it, or make it a parameter of the model",
                 )
         for leaf, literal in self._signature.literals.items():
             if leaves[leaf] != literal:

@@ -135,7 +135,7 @@ class Gradients:
     def _reduce(self, name: str) -> None:
         steps = self.final[name]
         if not steps:
-            self._done[name] = self._sums.pop(name)
+            self._collect({name: self._sums.pop(name)})
             return
         grad = self._sums[name]
         step = steps[0]
@@ -146,7 +146,12 @@ class Gradients:
             if sum(self._sums[n].nbytes for n in bucket) >= self.bucket_bytes:
                 self._launch(self._buckets.pop(key))
         else:
-            self._done[name] = move_along(self._sums.pop(name), steps)
+            self._collect({name: move_along(self._sums.pop(name), steps)})
+
+    def _collect(self, grads: dict[str, Tensor]) -> None:
+        """Keep reduced gradients; a weight may be reduced twice when one pass goes back through two forward passes."""
+        for name, grad in grads.items():
+            self._done[name] = self._done[name] + grad if name in self._done else grad
 
     def _launch(self, names: list[str]) -> None:
         """Reduce the gradients of ``names`` with one collective."""
@@ -192,7 +197,7 @@ class Gradients:
         for pending in self._pending:
             if pending.work is not None:
                 pending.work.wait()
-            self._done.update(pending.finish())
+            self._collect(pending.finish())
         self._pending.clear()
         done, self._done = self._done, {}
         self.deliver(done)

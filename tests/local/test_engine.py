@@ -143,3 +143,21 @@ def test_evaluation_draws_no_mask_and_moves_no_statistics() -> None:
     torch.testing.assert_close(out, eager(case.batch["x"]), rtol=1e-10, atol=1e-12)
     for name, value in eager.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=0, atol=0)
+
+
+def test_one_backward_through_two_forwards() -> None:
+    """The sum of two batches' losses: no use of a weight may be lost."""
+    case = models.mlp()
+    reference = copy.deepcopy(case.model)
+    x = case.batch["x"]
+    (reference(x).pow(2).sum() + reference(x * 2).pow(2).sum()).backward()
+
+    def grads(module: ParallelModule) -> dict[str, Tensor]:
+        second = {**case.batch, "x": x * 2}
+        (module(**case.batch).pow(2).sum() + module(**second).pow(2).sum()).backward()
+        return module.full_gradients()
+
+    for seed in range(3):
+        ours = on_four_ranks(case, seed, grads)
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-10, atol=1e-12)

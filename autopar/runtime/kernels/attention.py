@@ -26,7 +26,7 @@ def attention(
     *,
     dims: Sequence[Part],
 ) -> Tensor:
-    """Scaled dot-product attention; q [b, h, s, e], k [b, h, t, e], v [b, h, t, v] with as many heads.
+    """Scaled dot-product attention; q [b, h r, s, e], k [b, h, t, e], v [b, h, t, v], r queries to a key and value.
 
     dims: what part of the weights' dimensions (b, h, s, t) this rank holds.  The causal mask speaks of global query
     rows, so a rank with some of them sees exactly what it should.
@@ -38,7 +38,10 @@ def attention(
         mask = here if mask is None else mask & here if mask.dtype is torch.bool else mask.masked_fill(~here, -math.inf)
         is_causal = False
     if not with_dropout:
-        return F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, scale=scale)
+        grouped = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=grouped)
+    if query.shape[1] != key.shape[1]:
+        key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
     scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     if is_causal:
         tril = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
