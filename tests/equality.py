@@ -30,7 +30,7 @@ from autopar.solver.sample import random_decisions
 from autopar.testing import run_local
 
 STEPS, LEARNING_RATE = 3, 1e-2
-RTOL, ATOL = 1e-10, 1e-12
+RTOL, ATOL, NOISE = 1e-10, 1e-12, 1e-15
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,16 +223,28 @@ def run_plan(prepared: Prepared, plan: Plan, job: Callable[[ParallelModule, Any]
     return run_local(lambda rank: job(api.build(case.model, prepared.bound, plan), case.batch), plan.world_size)
 
 
-def assert_equal_runs(run: Run, expected: Run, rtol: float = RTOL, atol: float = ATOL) -> None:
-    """Every number, by name; nothing missing and nothing more."""
-    for what in ("outputs", "losses", "gradients", "norm", "state"):
-        torch.testing.assert_close(
-            getattr(run, what),
-            getattr(expected, what),
-            rtol=rtol,
-            atol=atol,
-            msg=lambda text, what=what: f"{what}: {text}",
-        )
+def assert_equal_runs(run: Run, expected: Run) -> None:
+    """Every number, by name; nothing missing and nothing more.
+
+    Where the true gradient is zero (the bias of keys, or before a batch norm), AdamW divides rounding noise by itself
+    plus 1e-8: there, and only there, weights may differ by that much.
+    """
+
+    def close(what: str, actual: Any, wanted: Any, atol: float = ATOL) -> None:
+        torch.testing.assert_close(actual, wanted, rtol=RTOL, atol=atol, msg=lambda text: f"{what}: {text}")
+
+    close("outputs", run.outputs, expected.outputs)
+    close("losses", run.losses, expected.losses)
+    close("gradients", run.gradients, expected.gradients)
+    close("norm", run.norm, expected.norm)
+    assert run.state.keys() == expected.state.keys()
+    for name, wanted in expected.state.items():
+        actual, gradient = run.state[name], expected.gradients.get(name)
+        if gradient is not None and bool((gradient.abs() < NOISE).any()):
+            noise = gradient.abs() < NOISE
+            close(name, actual[noise], wanted[noise], atol=STEPS * LEARNING_RATE * NOISE / 1e-8)
+            actual, wanted = actual[~noise], wanted[~noise]
+        close(name, actual, wanted)
 
 
 def assert_equals_one_process(prepared: Prepared, plan: Plan, label: str, **options: Any) -> None:
