@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from autopar.layout import is_valid
 from autopar.program import target_name
 from autopar.rules.analysis import Analysis, Bound, Operation, contract
 from autopar.rules.derive import Choice, Strategy, apply, axis_choices
+from autopar.runtime import collectives
+from autopar.runtime.collectives import Axis, Split
 from autopar.solver import sample as sampling
 
 SEEDS = {(2,): 5, (4,): 4, (2, 2): 5, (3, 2): 4, (2, 2, 2): 3}  # random plans per model, by mesh: 9 x 21 in all
@@ -107,6 +110,47 @@ def test_every_enumerated_strategy_runs(
         plans += 1
     with capsys.disabled():
         print(f"  {len(ran)} of {len(every)} (op, choice) pairs on {n} ranks in {plans} plans", end=" ")
+
+
+# ------------------------------------------------------------------------------------------------ damage
+
+
+def _no_sum(x: Tensor, axis: Axis) -> Tensor:
+    return x
+
+
+def _twice(x: Tensor, axis: Axis) -> Tensor:
+    return 2 * ALL_REDUCE(x, axis)
+
+
+def _neighbour(x: Tensor, split: Split, axis: Axis) -> Tensor:
+    return TAKE_PART(x, split, replace(axis, index=axis.size - 1 - axis.index))
+
+
+def _no_zeros(x: Tensor, split: Split, axis: Axis) -> Tensor:
+    return ALL_GATHER(x, split, axis)
+
+
+ALL_REDUCE, TAKE_PART, ALL_GATHER = collectives.all_reduce, collectives.take_part, collectives.all_gather
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [("all_reduce", _no_sum), ("all_reduce", _twice), ("take_part", _neighbour), ("pad_part", _no_zeros)],
+    ids=["a sum dropped", "a sum doubled", "the neighbour's rows", "every rank gives the whole sum"],
+)
+def test_damaged_conversions_are_caught(name: str, damage: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What these tests are worth: with one conversion wrong, a plan no longer equals one process."""
+    prepared = prepare(MODELS["mlp"]())
+    plans = [sample(prepared.bound, (2,), seed) for seed in range(6)]
+    monkeypatch.setattr(collectives, name, damage)
+    caught = 0
+    for plan in plans:
+        try:
+            assert_equals_one_process(prepared, plan, "damaged")
+        except (AssertionError, RuntimeError):  # wrong numbers, or rows that do not fit
+            caught += 1
+    assert caught >= 3, "most random plans contain every kind of conversion"
 
 
 # ------------------------------------------------------------------------------------------------ unmodified
