@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -188,9 +189,8 @@ def build(model: nn.Module, bound: Bound, plan: Plan, seed: int = 0) -> Parallel
                 "the model has no values to train", where=name, expected="a tensor with data", got="a meta tensor",
                 hint="autopar.plan() works on meta tensors; give parallelize() a model with weights",
             )
-    constants = {k: v.clone() for k, v in run_prelude(program, dict(model.named_buffers())).items()}
     return ParallelModule(
-        plan, mesh, weights_of(resolved, at, axes), state, buffers, constants, signature_of(bound), compile_graph, print_code,
+        plan, mesh, weights_of(resolved, at, axes), state, buffers, partial(run_prelude, program), signature_of(bound), compile_graph, print_code,
         device_mesh, rank, seed, model.training,
     )
 

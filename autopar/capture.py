@@ -190,6 +190,8 @@ def _advice(error: BaseException) -> str:
     text = f"{type(error).__name__} {error}"
     if "GuardOnDataDependent" in text or "data-dependent" in text:
         return "control flow that depends on values of tensors cannot be planned: use torch.where or a mask"
+    if "Cache" in text:
+        return "keys and values of earlier tokens serve generation only: set model.config.use_cache = False"
     if "output" in text and "pytree" in text or "Unsupported type" in text:
         return "register the output class with torch.utils._pytree.register_pytree_node, or return a dict"
     if isinstance(error, TypeError):

@@ -42,6 +42,7 @@ def print_program(plan: Plan, resolved: Resolved, program: Program, rank: int, v
                 functions[_callee(node)] = node.target
     head = [
         f"# autopar {version}   mesh {mesh}   plan {plan.id}   rank {rank}" + (f" ({where})" if where else ""),
+        "# torch.save(module.full_state_dict(persistent_only=False), 'weights.pt'); torch.save(batch, 'batch.pt')",
         f"# torchrun --nproc-per-node {mesh.size} this_file.py --weights weights.pt --batch batch.pt",
         "import torch",
         "from torch import device",

@@ -247,19 +247,27 @@ def losses_to_sums(program: Program) -> None:
 
 
 def causal_masks(program: Program, values: dict[str, torch.Tensor]) -> None:
-    """``sdpa(q, k, v, tril)`` --> ``sdpa(q, k, v, causal)``: no mask is kept, and queries may be split."""
+    """``sdpa(q, k, v, tril)`` --> ``sdpa(q, k, v, causal)``; ``sdpa(q, k, v, all true)`` --> ``sdpa(q, k, v)``.
+
+    No mask is kept, and queries may be split.
+    """
     for node in calls(program.graph, aten.scaled_dot_product_attention.default):
         mask = argument(node, "attn_mask")
         while mask is not None and mask.target is aten.expand.default:
             mask = mask.args[0]
         value = None if mask is None else values.get(mask.name)
-        if value is None or value.dtype is not torch.bool or value.dim() < 2:
+        if value is None or value.dtype is not torch.bool:
             continue
-        s, t = value.shape[-2:]
-        if s == t and math.prod(value.shape[:-2]) == 1 and bool((value.reshape(s, t) == torch.ones(s, t).tril().bool()).all()):
-            args = list(node.args[:3])
-            node.args = (*args, None, argument(node, "dropout_p"), True)
-            node.kwargs = {k: v for k, v in node.kwargs.items() if k not in ("attn_mask", "dropout_p", "is_causal")}
+        s, t = shape_of(node.args[0])[-2], shape_of(node.args[1])[-2]  # the mask itself may have been cut to size 1
+        tril = torch.ones(s, t, dtype=torch.bool).tril()
+        if bool(value.all()):
+            causal = argument(node, "is_causal")
+        elif s == t and tuple(value.shape[-2:]) == (s, t) and bool((value == tril).all()):
+            causal = True
+        else:
+            continue
+        node.args = (*node.args[:3], None, argument(node, "dropout_p"), causal)
+        node.kwargs = {k: v for k, v in node.kwargs.items() if k not in ("attn_mask", "dropout_p", "is_causal")}
 
 
 def name_random_ops(program: Program) -> None:

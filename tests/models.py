@@ -161,6 +161,7 @@ MODELS: dict[str, Callable[[], Case]] = {
     "gpt2-3-heads": lambda: gpt2(heads=3, layers=1),
     "gpt2-padded-dropout": lambda: gpt2(padded=True, dropout=0.3, layers=1),
     "bert": bert,
+    "bert-unpadded": lambda: bert(padded=False, layers=1),
     "bert-dropout": lambda: bert(dropout=0.3, layers=1),
     "llama": llama,
     "llama-padded": lambda: llama(padded=True, layers=1),

@@ -104,14 +104,13 @@ def total_norm(module: ParallelModule, norm_type: float = 2.0) -> Tensor:
     norm and leaves the other ranks waiting).
     """
     ours: list[Tensor] = []
-    device = torch.device("cpu")
-    dtype = torch.float32
+    device, dtype = local_of(next(module.parameters())).device, torch.float32
     for weight in module.weights():
         grad = module.get_parameter(weight.names[0]).grad
         if grad is None:
             continue
         local = local_of(grad)
-        device, dtype = local.device, torch.promote_types(dtype, local.dtype)
+        dtype = torch.promote_types(dtype, local.dtype)
         if local.numel() and _counts_here(module, weight):
             ours.append(local)
     zero = torch.zeros((), dtype=dtype, device=device)

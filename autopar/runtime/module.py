@@ -74,7 +74,7 @@ class ParallelModule(nn.Module):
         weights: tuple[Weight, ...],
         state: Mapping[str, Tensor],
         buffers: Mapping[str, tuple[Tensor, bool]],
-        constants: Mapping[str, Tensor],
+        constants: Callable[[Mapping[str, Tensor]], dict[str, Tensor]],
         signature: Signature,
         compile_graph: Callable[[bool], Compiled],
         print_code: Callable[[], str],
@@ -88,7 +88,7 @@ class ParallelModule(nn.Module):
         self._at = mesh.coordinates(rank)
         self._weights = {w.names[0]: w for w in weights}
         self._signature, self._compile, self._print_code = signature, compile_graph, print_code
-        self._constants = dict(constants)
+        self._make_constants, self._constants = constants, dict[str, Tensor]()
         self._compiled: dict[bool, Compiled] = {}
         self._seed, self._step = seed, 0
         self._held: dict[str, tuple[tuple[int, int], Tensor]] = {}
@@ -105,6 +105,8 @@ class ParallelModule(nn.Module):
             _place(self, name).register_buffer(name.rpartition(".")[2], tensor.detach().clone(), persistent)
         self._parameter = {w.names[0]: self.get_parameter(w.names[0]) for w in weights}
         self._by_node = {w.node: w for w in weights}
+        self._refresh_constants()
+        self.register_load_state_dict_post_hook(lambda *_: self._refresh_constants())
         self.train(training)
 
     # ------------------------------------------------------------------------------------------ what it is
@@ -245,6 +247,11 @@ class ParallelModule(nn.Module):
             name = weight.names[0]
             self._held[name] = (versions[name], tensor.detach().requires_grad_(weight.requires_grad))
 
+    def _refresh_constants(self) -> None:
+        """Position tables, rotary tables and masks follow from the buffers, which a checkpoint may change."""
+        with torch.no_grad():
+            self._constants = self._make_constants(dict(self.named_buffers()))
+
     def _hooks(self) -> Any:
         """Gathered weights are not kept for backward: they are gathered again."""
         if not torch.is_grad_enabled():
@@ -271,15 +278,18 @@ class ParallelModule(nn.Module):
         finally:
             self._gradients.synchronize = True
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Every parameter and persistent buffer whole, under all its names; all ranks must call it."""
+    def full_state_dict(self, persistent_only: bool = True) -> dict[str, Tensor]:
+        """Every parameter and persistent buffer whole, under all its names; all ranks must call it.
+
+        persistent_only=False adds the other buffers: with them an emitted program (`code`) can run alone.
+        """
         out: dict[str, Tensor] = {}
         with torch.no_grad():
             for weight in self._weights.values():
                 whole = self.gather(self._parameter[weight.names[0]], weight)
                 out.update(dict.fromkeys(weight.names, whole))
-        names = set(self.state_dict())
-        out.update({n: b.detach().clone() for n, b in self.named_buffers() if n in names})
+        kept = set(self.state_dict()) if persistent_only else {n for n, _ in self.named_buffers()}
+        out.update({n: b.detach().clone() for n, b in self.named_buffers() if n in kept})
         return out
 
     def gather(self, value: Tensor, weight: Weight) -> Tensor:

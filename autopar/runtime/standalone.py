@@ -60,8 +60,9 @@ def main(
 ) -> None:
     """Run the program on one batch, ``--steps`` times with AdamW, and print each loss on rank 0.
 
-    Reads ``--weights`` (a whole state dict) and ``--batch`` (a dict of keyword arguments or a tuple), both as
-    ``torch.save`` writes them.
+    Reads ``--weights`` (``module.full_state_dict(persistent_only=False)``) and ``--batch`` (a dict of keyword arguments
+    or a tuple), both as ``torch.save`` writes them.  Raises RuntimeMismatch for another number of processes, and for
+    weights that are not there.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--weights", required=True)
@@ -89,11 +90,19 @@ def main(
     places = runtime_axes(mesh, device_mesh, at)
     device = torch.device("cuda" if device_mesh is not None and device_mesh.device_type == "cuda" else "cpu")
     state: dict[str, Tensor] = torch.load(options.weights, map_location=device, weights_only=True)
+    missing = [n for r in rows for n in r.names[:1] if n not in state] + [n for n in buffers.values() if n not in state]
+    if missing:
+        raise RuntimeMismatch(
+            "the weights lack values that this program needs",
+            where=options.weights,
+            expected=", ".join(missing),
+            hint="save them with torch.save(module.full_state_dict(persistent_only=False), path)",
+        )
     batch = torch.load(options.batch, map_location=device, weights_only=True)
-    held = {name: (state[name], True) for name in buffers.values() if name in state}
+    held = {name: (state[name], True) for name in buffers.values()}
     signature = Signature(_flatten, leaves, {}, {}, None, tuple(mutations), buffers, True)
     module = ParallelModule(
-        None, mesh, tuple(weight(r, mesh, at, places) for r in rows), state, held, constants({k: v for k, (v, _) in held.items()}),
+        None, mesh, tuple(weight(r, mesh, at, places) for r in rows), state, held, constants,
         signature, lambda outputs: Compiled(forward(at), tuple(inputs), uses), lambda: "", device_mesh, rank,
     )
     engine = Engine(module, lambda ps: torch.optim.AdamW(ps, lr=options.lr))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import MODELS
+from models import MODELS, bert
 from refused import refused
 from torch import Tensor, fx, nn
 
@@ -16,7 +16,7 @@ from autopar.capture import capture
 from autopar.errors import CaptureError
 from autopar.passes.constants import run_prelude
 from autopar.passes.normalize import normalize
-from autopar.program import Program, is_tensor, shape_of, target_name
+from autopar.program import Program, call_arguments, is_tensor, shape_of, target_name
 
 
 class Apply(nn.Module):
@@ -261,3 +261,12 @@ def test_batch_norm_returns_its_statistics() -> None:
 def test_a_loss_without_a_rule_is_refused(loss: Callable[..., Tensor], says: str) -> None:
     with refused(CaptureError, says, "has no rule yet"):
         program_of(loss, x=X, labels=LABELS)
+
+
+def test_a_mask_that_hides_nothing_is_no_causal_mask() -> None:
+    """BERT without padding: the mask is all true, and cut to size 1 it looks like the corner of a triangle."""
+    case = bert(padded=False)
+    program = normalize(capture(case.model, case.batch), dict(case.model.named_buffers()))
+    attention = [n for n in program.graph.nodes if n.op == "call_function" and "attention" in str(n.target)]
+    assert attention and all(n.args[3:4] in ((), (None,)) for n in attention)
+    assert not any(call_arguments(n).get("is_causal") for n in attention)
