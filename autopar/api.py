@@ -104,7 +104,8 @@ def random_plan(
     """Any legal plan, the same for the same seed: to test that plans do not change the mathematics."""
     cluster = as_cluster(cluster)
     bound = understand(model, example_inputs, loss_fn)
-    mesh = Mesh.of(search.mesh) if search is not None and search.mesh else Mesh(("x",), (cluster.world_size,))
+    world = cluster.world_size
+    mesh = search.meshes(world)[0] if search is not None and search.mesh else Mesh(("x",), (world,))
     return random_decisions(bound, mesh, fingerprints(bound.program, cluster), seed, type(model).__name__, str(cluster))
 
 
@@ -153,7 +154,9 @@ def check_plan(plan: Plan, bound: Bound, cluster: ClusterSpec) -> None:
         ("set of rules", plan.fingerprints.rules, have.rules, "plan again with this version and these rules"),
     ):
         if theirs != ours:
-            raise PlanError(f"the plan is for another {what}", where=f"plan {plan.id}", expected=theirs, got=ours, hint=hint)
+            raise PlanError(
+                f"the plan is for another {what}", where=f"plan {plan.id}", expected=theirs, got=ours, hint=hint
+            )
     if plan.world_size != cluster.world_size:
         raise PlanError(
             "the plan's mesh does not fill the cluster",
@@ -186,12 +189,26 @@ def build(model: nn.Module, bound: Bound, plan: Plan, seed: int = 0) -> Parallel
     for name, tensor in [*state.items(), *((n, b) for n, (b, _) in buffers.items())]:
         if tensor.is_meta:
             raise RuntimeMismatch(
-                "the model has no values to train", where=name, expected="a tensor with data", got="a meta tensor",
+                "the model has no values to train",
+                where=name,
+                expected="a tensor with data",
+                got="a meta tensor",
                 hint="autopar.plan() works on meta tensors; give parallelize() a model with weights",
             )
     return ParallelModule(
-        plan, mesh, weights_of(resolved, at, axes), state, buffers, partial(run_prelude, program), signature_of(bound), compile_graph, print_code,
-        device_mesh, rank, seed, model.training,
+        plan,
+        mesh,
+        weights_of(resolved, at, axes),
+        state,
+        buffers,
+        partial(run_prelude, program),
+        signature_of(bound),
+        compile_graph,
+        print_code,
+        device_mesh,
+        rank,
+        seed,
+        model.training,
     )
 
 
@@ -215,7 +232,9 @@ def device_mesh_of(plan: Plan, mesh: Mesh) -> tuple[DeviceMesh | None, int]:
     dist.all_gather_object(plans, plan.id)
     if len(set(plans)) > 1:
         raise RuntimeMismatch(
-            "ranks hold unequal plans", expected=plans[0], got=", ".join(sorted(set(plans))),
+            "ranks hold unequal plans",
+            expected=plans[0],
+            got=", ".join(sorted(set(plans))),
             hint="save the plan on one rank and load it on all",
         )
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
@@ -231,7 +250,14 @@ def weights_of(resolved: Resolved, at: tuple[int, ...], axes: Any) -> tuple[Weig
         trained = resolved.analysis.values[node].differentiable
         out.append(
             Weight(
-                parameter.names, node, parameter.shape, where.stored, where.held, where.accumulated, gather, final,
+                parameter.names,
+                node,
+                parameter.shape,
+                where.stored,
+                where.held,
+                where.accumulated,
+                gather,
+                final,
                 parameter.requires_grad if program.loss is None else trained,
             )
         )
@@ -243,8 +269,11 @@ def signature_of(bound: Bound) -> Signature:
     shapes = {n: (bound.values[n].shape, bound.values[n].dtype) for n in program.inputs}
     return Signature(
         lambda args, kwargs: capturing.flatten_batch(program, args, kwargs),
-        dict(program.inputs), shapes, dict(program.input_literals), program.out_spec,
-        tuple(program.mutations), dict(program.buffers), program.loss is not None,
+        dict(program.inputs),
+        shapes,
+        dict(program.input_literals),
+        program.out_spec,
+        tuple(program.mutations),
+        dict(program.buffers),
+        program.loss is not None,
     )
-
-

@@ -96,12 +96,13 @@ def _refusing_lost_backwards() -> Iterator[None]:
             hint="switch it off (Hugging Face: model.gradient_checkpointing_disable())",
         )
 
-    torch.autograd.Function.apply = classmethod(refused)  # type: ignore[assignment]
+    function: Any = torch.autograd.Function
+    function.apply = classmethod(refused)
     checkpoint_module._checkpoint_without_reentrant_generator = region_refused
     try:
         yield
     finally:
-        torch.autograd.Function.apply = apply
+        function.apply = apply
         checkpoint_module._checkpoint_without_reentrant_generator = region
 
 
@@ -150,7 +151,7 @@ def export(model: nn.Module, example: Any, loss_fn: LossFn | None = None) -> tor
 
 
 class _Distinct:
-    """Gives a tensor that stands twice in a batch (labels that are the ids) a copy: export would make the two one input."""
+    """Gives a tensor that stands twice in a batch (labels that are the ids) a copy: export would make them one input."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
@@ -192,7 +193,7 @@ def _advice(error: BaseException) -> str:
         return "control flow that depends on values of tensors cannot be planned: use torch.where or a mask"
     if "Cache" in text:
         return "keys and values of earlier tokens serve generation only: set model.config.use_cache = False"
-    if "output" in text and "pytree" in text or "Unsupported type" in text:
+    if ("output" in text and "pytree" in text) or "Unsupported type" in text:
         return "register the output class with torch.utils._pytree.register_pytree_node, or return a dict"
     if isinstance(error, TypeError):
         return "check the names and the number of the batch's entries against the model's forward"

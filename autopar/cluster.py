@@ -188,8 +188,9 @@ class ClusterSpec:
         """The cluster that this process runs on; ``device="cpu"`` leaves CUDA devices out.
 
         Under torchrun, WORLD_SIZE and LOCAL_WORLD_SIZE say how many ranks and how many of them per node. Otherwise it
-        is this node alone: all its CUDA devices, or one CPU rank. CPU ranks that outnumber the cores share them. Kinds that the catalogue has no entry for keep the
-        name that torch gives them, and are refused where their figures are needed.
+        is this node alone: all its CUDA devices, or one CPU rank. CPU ranks that outnumber the cores share them. Kinds
+        that the catalogue has no entry for keep the name that torch gives them, and are refused where their figures are
+        needed.
 
         Raises PlanError when the two variables disagree, or a node has fewer CUDA devices than ranks.
         """

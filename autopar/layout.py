@@ -133,9 +133,7 @@ def nests(cuts: Iterable[tuple[int, int, int, int]], size: int) -> bool:
         if size % end:
             return False
     ordered = sorted(cuts)
-    return all(
-        N % n == 0 and after[0] >= m * n for (m, N, _, n), after in itertools.pairwise(ordered)
-    )
+    return all(N % n == 0 and after[0] >= m * n for (m, N, _, n), after in itertools.pairwise(ordered))
 
 
 def is_valid(shape: Shape, layout: Layout, sizes: Sequence[int]) -> bool:
@@ -194,7 +192,7 @@ def local_split(
 
 def cut_order(layout: Layout) -> list[int]:
     """Axes in the order in which a whole tensor is sliced: cuts of one dimension from the outside in."""
-    return sorted((a for a, s in enumerate(layout) if isinstance(s, S)), key=lambda a: (layout[a].dim, layout[a].m))  # type: ignore[union-attr]
+    return [a for _, _, a in sorted((s.dim, s.m, a) for a, s in enumerate(layout) if isinstance(s, S))]
 
 
 # ------------------------------------------------------------------------------------------------ conversions
@@ -209,7 +207,7 @@ class Move(NamedTuple):
 
     @property
     def result(self) -> Layout:
-        return self.layout[: self.axis] + (self.target,) + self.layout[self.axis + 1 :]
+        return (*self.layout[: self.axis], self.target, *self.layout[self.axis + 1 :])
 
 
 def _letter(state: State) -> str:

@@ -97,7 +97,13 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
 
 
 def dtype_of(node: fx.Node) -> torch.dtype:
-    return node.meta["val"].dtype  # type: ignore[no-any-return]
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype
+
+
+def args_of(node: fx.Node) -> tuple[Any, ...]:
+    """The positional arguments, untyped: torch.fx types them as all that may stand in a graph, which nobody can use."""
+    return node.args
 
 
 def target_name(node: fx.Node) -> str:
@@ -127,8 +133,6 @@ def strip_wrapper(name: str) -> str:
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in')
-
-
 _WRAPPER = "autopar/capture.py"  # whose forward calls the model's and loss_fn
 
 
@@ -157,7 +161,8 @@ def call_arguments(node: fx.Node) -> dict[str, Any]:
     if isinstance(target, torch._ops.OpOverload):
         names = [a.name for a in target._schema.arguments]
     else:
-        names = list(inspect.signature(target).parameters)  # type: ignore[arg-type]
+        assert callable(target)  # only placeholders and outputs have a name for a target
+        names = list(inspect.signature(target).parameters)
     given = dict(zip(names, node.args, strict=False))
     given.update(node.kwargs)
     return {n: given[n] for n in names if n in given}
@@ -185,7 +190,7 @@ def output_values(node: fx.Node) -> list[fx.Node | None]:
         return [node]
     out: list[fx.Node | None] = [None] * len(node.meta["val"])
     for user in node.users:
-        out[user.args[1]] = user  # type: ignore[index]
+        out[args_of(user)[1]] = user
     return out
 
 

@@ -22,9 +22,10 @@ def run_local(fn: Callable[[int], T], world_size: int, timeout: float = 300.0) -
     """
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
+    c10d: Any = torch._C._distributed_c10d  # its stub lacks the next call
     results: list[T | None] = [None] * world_size
     errors: list[tuple[int, BaseException]] = []
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    c10d._set_thread_isolation_mode(True)
     threaded._install_threaded_pg()
     store = dist.HashStore()
 
@@ -32,7 +33,7 @@ def run_local(fn: Callable[[int], T], world_size: int, timeout: float = 300.0) -
         try:
             dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
             results[rank] = fn(rank)
-        except BaseException as error:  # noqa: BLE001 - handed to the caller
+        except BaseException as error:  # handed to the caller
             errors.append((rank, error))
             _end_others(threaded.ProcessLocalGroup, error)
         finally:
@@ -52,7 +53,7 @@ def run_local(fn: Callable[[int], T], world_size: int, timeout: float = 300.0) -
         torch.set_num_threads(threads)
         threaded.ProcessLocalGroup.reset()
         threaded._uninstall_threaded_pg()
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        c10d._set_thread_isolation_mode(False)
     if errors:
         rank, error = min(errors, key=lambda e: _is_consequence(e[1]))
         error.add_note(f"raised on rank {rank} of {world_size}")

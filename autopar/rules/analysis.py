@@ -173,6 +173,6 @@ def _transparent(op: Operation, points: dict[str, tuple[frozenset[Cut], ...]], a
             for cut in cuts:
                 for n in axis_sizes:
                     even = S(d, cut.m, cut.N * cut.u, 1) if cut.N % n == 0 else S(d, *cut)
-                    if cut.N > 1 and (even.N >= n) and factor_cut(dims, even, n, op.rule.sizes) is None:
+                    if cut.N > 1 and n <= even.N and factor_cut(dims, even, n, op.rule.sizes) is None:
                         return False
     return True

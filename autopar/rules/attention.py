@@ -17,17 +17,24 @@ def _unit(dims: Dims, shape: Shape) -> Dims:
 
 @computed("aten.scaled_dot_product_attention.default", "autopar.attention")
 def _attention(node: fx.Node) -> Rule:
-    """``b h s e, b h t e, b h t v, mask -> b h s v``, linear in v; grouped queries ``b (h r) s e, b h t e, b h t v``."""
+    """``b h s e, b h t e, b h t v, mask -> b h s v``, linear in v.
+
+    With grouped queries ``b (h r) s e, b h t e, b h t v, mask -> b (h r) s v``.
+    """
     given = call_arguments(node)
     q, k, v = (shape_of(given[n]) for n in ("query", "key", "value"))
     if len(q) != 4:
         raise RuleError("attention needs [batch, heads, rows, width]", where=place(node), got=f"{list(q)}")
     sizes = {"b": q[0], "h": k[1], "r": q[1] // k[1], "s": q[2], "e": q[3], "t": k[2], "v": v[3]}
     heads = ("h", "r") if sizes["r"] > 1 else ("h",)
-    ins: list[Dims] = [(("b",), heads, ("s",), ("e",)), (("b",), ("h",), ("t",), ("e",)), (("b",), ("h",), ("t",), ("v",))]
+    ins: list[Dims] = [
+        (("b",), heads, ("s",), ("e",)),
+        (("b",), ("h",), ("t",), ("e",)),
+        (("b",), ("h",), ("t",), ("v",)),
+    ]
     ins = [_unit(d, s) for d, s in zip(ins, (q, k, v), strict=True)]
     mask = given.get("attn_mask", given.get("mask"))
-    if is_tensor(mask):
+    if mask is not None and is_tensor(mask):
         shape = shape_of(mask)
         full: Dims = (("b",), heads, ("s",), ("t",))
         ins.append(_unit(full[4 - len(shape) :], shape))
@@ -42,7 +49,7 @@ def _attention(node: fx.Node) -> Rule:
     return Rule(
         tuple(ins),
         outs,
-        {**{f: 1 for f in ("b", "h", "r", "s", "e", "t", "v")}, **sizes},
+        {**dict.fromkeys(("b", "h", "r", "s", "e", "t", "v"), 1), **sizes},
         ((2,),),
         whole=frozenset(f for f in whole if f in sizes),
         part_args=parts,

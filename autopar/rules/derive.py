@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autopar.layout import I, Layout, P, R, S, State, canonical, is_valid
-from autopar.layout import Shape
+from autopar.layout import I, Layout, P, R, S, Shape, State, canonical, is_valid
 from autopar.rules.factors import Cut, cuts_nest, dimension_cut, factor_cut, local_size
 from autopar.rules.notation import Algorithm, Dims, Rule
 
@@ -122,7 +121,7 @@ def _axis_states(op: OpType, choice: Choice, n: int) -> tuple[list[State], list[
 
 
 def apply(op: OpType, choices: Sequence[Choice], axis_sizes: Sequence[int]) -> Strategy | None:
-    """The strategy that makes ``choices``; None where cuts do not nest or an algorithm cannot be joined with another."""
+    """The strategy that makes ``choices``; None where cuts do not nest or two algorithms would have to be joined."""
     rule = op.rule
     algorithms = {c.kind for c in choices if c.kind not in (I, R, P, "split")}
     if len(algorithms) > 1:
@@ -228,9 +227,7 @@ def strategies(
 
     keep: a filter of choices by axis (a restricted search).
     """
-    per_axis = [
-        [c for c in axis_choices(op, points, n, uneven=uneven) if keep(c, a)] for a, n in enumerate(axis_sizes)
-    ]
+    per_axis = [[c for c in axis_choices(op, points, n, uneven=uneven) if keep(c, a)] for a, n in enumerate(axis_sizes)]
     found: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], Strategy] = {}
     for combination in itertools.product(*per_axis):
         choices: list[Choice] = []
@@ -329,9 +326,7 @@ def cut_points(
     return {v: tuple(frozenset(p) for p in dims) for v, dims in points.items()}
 
 
-def factor_points(
-    rule: Rule, tensors: Iterable[tuple[Dims, Sequence[Iterable[Cut]]]]
-) -> dict[str, tuple[Cut, ...]]:
+def factor_points(rule: Rule, tensors: Iterable[tuple[Dims, Sequence[Iterable[Cut]]]]) -> dict[str, tuple[Cut, ...]]:
     """Candidate cuts of each factor of a rule, from those of its tensors' dimensions; in a fixed order."""
     found: dict[str, set[Cut]] = {f: {Cut(1, rule.sizes[f], 1)} for f in rule.factors}
     for dims, per_dim in tensors:

@@ -48,7 +48,7 @@ def factor_cut(dims: Dims, state: S, n: int, sizes: Mapping[str, int]) -> tuple[
 
 
 def relabel(layout: Layout, src: Dims, dst: Dims, axis_sizes: Sequence[int], sizes: Mapping[str, int]) -> Layout | None:
-    """``layout`` of a tensor with dimensions ``src``, on the same elements with dimensions ``dst``; None if it has none."""
+    """``layout`` of a tensor with dimensions ``src``, seen with dimensions ``dst``; None where it cannot be."""
     out: list[State] = []
     for state, n in zip(layout, axis_sizes, strict=True):
         if not isinstance(state, S):
@@ -64,7 +64,9 @@ def relabel(layout: Layout, src: Dims, dst: Dims, axis_sizes: Sequence[int], siz
     return tuple(out)
 
 
-def local_size(size: int, cuts: Sequence[tuple[int, Cut]], axis_sizes: Sequence[int], coordinates: Sequence[int]) -> int:
+def local_size(
+    size: int, cuts: Sequence[tuple[int, Cut]], axis_sizes: Sequence[int], coordinates: Sequence[int]
+) -> int:
     """Rows of a factor that the rank holds; ``cuts`` are (axis, cut)."""
     for axis, cut in cuts:
         part, whole = fraction(S(0, *cut), axis_sizes[axis], coordinates[axis])

@@ -2,8 +2,8 @@
 
     rule("aten.linear.default", "... k, n k, n -> ... n", args="x w b", form="x*w + b", sum="k", saves="x w")
 
-A dimension that two tensors share by name is a *factor*.  ``(g c)`` is a compound, major to minor; ``...`` stands for any
-number of leading dimensions; ``_`` is a dimension of its own that may not be split; ``1`` is a unit dimension.
+A dimension that two tensors share by name is a *factor*.  ``(g c)`` is a compound, major to minor; ``...`` stands for
+any number of leading dimensions; ``_`` is a dimension of its own that may not be split; ``1`` is a unit dimension.
 
 `define` checks the text once, when the table is read; `bind` gives the factors of one node their sizes.
 """

@@ -18,7 +18,13 @@ _QUOTIENTS = {"aten.div.Tensor", "aten.div.Scalar"}
 _LINEAR = {"aten.neg.default", "aten.clone.default", "aten.contiguous.default", "aten.alias.default"}
 
 # what autograd keeps for backward, by position of input or "out"; ops that are not listed and not linear keep inputs
-_KEEPS_OUTPUT = {"aten.relu.default", "aten.tanh.default", "aten.sigmoid.default", "aten.exp.default", "aten.rsqrt.default"}
+_KEEPS_OUTPUT = {
+    "aten.relu.default",
+    "aten.tanh.default",
+    "aten.sigmoid.default",
+    "aten.exp.default",
+    "aten.rsqrt.default",
+}
 
 
 def broadcast_dims(shape: Shape, out: Shape) -> Dims:
@@ -27,7 +33,9 @@ def broadcast_dims(shape: Shape, out: Shape) -> Dims:
     return tuple(() if n == 1 else (f"d{i + offset}",) for i, n in enumerate(shape))
 
 
-def pointwise_rule(node: fx.Node, form: tuple[tuple[int, ...], ...], saves: tuple[tuple[str, int], ...], **more: Any) -> Rule:
+def pointwise_rule(
+    node: fx.Node, form: tuple[tuple[int, ...], ...], saves: tuple[tuple[str, int], ...], **more: Any
+) -> Rule:
     """Rule of an op that works element by element on its broadcast inputs."""
     out = shape_of(node)
     ins = tuple(broadcast_dims(shape_of(v), out) for v in tensor_inputs(node))
@@ -76,6 +84,9 @@ def _masked_fill(node: fx.Node) -> Rule:
     return pointwise_rule(node, ((0,),) if node.args[2] == 0 else (), (("in", 1),))
 
 
-@computed(*(f"aten.__{name}__.{kind}" for name in ("and", "or", "xor") for kind in ("Tensor", "Scalar")), "aten.detach.default")
+@computed(
+    *(f"aten.__{name}__.{kind}" for name in ("and", "or", "xor") for kind in ("Tensor", "Scalar")),
+    "aten.detach.default",
+)
 def _not_linear(node: fx.Node) -> Rule:
     return pointwise_rule(node, (), ())

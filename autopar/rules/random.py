@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from autopar.program import shape_of
-from autopar.rules.pointwise import broadcast_dims, pointwise_rule
 from autopar.rules.notation import Rule
+from autopar.rules.pointwise import broadcast_dims, pointwise_rule
 from autopar.rules.registry import computed
 
 

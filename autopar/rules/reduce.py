@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopar.program import shape_of, tensor_inputs
+from autopar.program import args_of, shape_of, tensor_inputs
 from autopar.rules.notation import Dims, Rule
 from autopar.rules.registry import computed
 
@@ -20,19 +20,19 @@ def reduced_dims(node: fx.Node, dims: list[int], keep: bool) -> tuple[Dims, Dims
 
 @computed("aten.sum.dim_IntList", "aten.sum.default")
 def _sum(node: fx.Node) -> Rule:
-    rank = len(shape_of(tensor_inputs(node)[0]))
-    dims = node.args[1] if len(node.args) > 1 and node.args[1] else range(rank)
-    keep = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
-    ins, out, sizes, reduced = reduced_dims(node, [d % rank for d in dims], keep)  # type: ignore[union-attr]
+    rank, args = len(shape_of(tensor_inputs(node)[0])), args_of(node)
+    dims = args[1] if len(args) > 1 and args[1] else range(rank)
+    keep = bool(args[2]) if len(args) > 2 else bool(node.kwargs.get("keepdim", False))
+    ins, out, sizes, reduced = reduced_dims(node, [d % rank for d in dims], keep)
     return Rule((ins,), (out,), sizes, ((0,),), sums=frozenset(reduced))
 
 
 @computed("aten.amax.default", "aten.amin.default", "aten.softmax.int", "aten._softmax.default", "aten.log_softmax.int")
 def _whole_over_dims(node: fx.Node) -> Rule:
     """Ops that look along some dimensions and are pointwise elsewhere."""
-    shape = shape_of(tensor_inputs(node)[0])
-    dims = node.args[1] if len(node.args) > 1 else list(range(len(shape)))
-    dims = [d % len(shape) for d in (dims if isinstance(dims, (list, tuple)) else [dims])]  # type: ignore[operator]
+    shape, args = shape_of(tensor_inputs(node)[0]), args_of(node)
+    dims = args[1] if len(args) > 1 else list(range(len(shape)))
+    dims = [d % len(shape) for d in (dims if isinstance(dims, (list, tuple)) else [dims])]
     same = shape_of(node) == shape
     ins, out, sizes, reduced = reduced_dims(node, dims, len(shape_of(node)) == len(shape))
     return Rule((ins,), (ins if same else out,), sizes, whole=frozenset(reduced), saves=(("out", 0),))

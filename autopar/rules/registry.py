@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -141,8 +140,8 @@ def rule_for(node: fx.Node) -> Rule:
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
         return _COMPUTED["pointwise"](node)
-    shapes = ", ".join(" ".join(chr(97 + i) for i in range(len(shape_of(v)))) for v in node.all_input_nodes if is_tensor(v))
-    out = " ".join(chr(97 + i) for i in range(len(shape_of(node)))) if is_tensor(node) else "..."
+    shapes = ", ".join(_letters(v) for v in node.all_input_nodes if is_tensor(v))
+    out = _letters(node) if is_tensor(node) else "..."
     raise RuleError(
         f"no rule for {name}",
         where=place(node),
@@ -152,6 +151,9 @@ def rule_for(node: fx.Node) -> Rule:
     )
 
 
+def _letters(node: fx.Node) -> str:
+    """``a b c`` for a value of three dimensions."""
+    return " ".join(chr(97 + i) for i in range(len(shape_of(node))))
 
 
 __all__ = ["algorithm", "algorithms_of", "computed", "from_text", "has_rule", "output_values", "rule", "rule_for"]

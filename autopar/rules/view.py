@@ -8,7 +8,7 @@ from torch import fx
 
 from autopar.errors import RuleError
 from autopar.layout import Shape
-from autopar.program import call_arguments, output_values, place, shape_of, tensor_inputs
+from autopar.program import args_of, call_arguments, output_values, place, shape_of, tensor_inputs
 from autopar.rules.factors import common_refinement
 from autopar.rules.notation import Dims, Rule
 from autopar.rules.registry import computed
@@ -47,8 +47,9 @@ def _permute(node: fx.Node) -> Rule:
         order = [d % len(shape) for d in call_arguments(node)["dims"]]
     else:
         order = list(range(len(shape)))
-        a, b = ((0, 1) if len(node.args) == 1 else (node.args[1] % len(shape), node.args[2] % len(shape))) if len(shape) > 1 else (0, 0)  # type: ignore[operator]
-        order[a], order[b] = order[b], order[a]
+        if len(shape) > 1:
+            a, b = (d % len(shape) for d in args_of(node)[1:3] or (0, 1))
+            order[a], order[b] = order[b], order[a]
     return Rule((dims,), (tuple(dims[d] for d in order),), plain_sizes(shape), ((0,),), view=True)
 
 
@@ -74,19 +75,20 @@ def _repeat(node: fx.Node) -> Rule:
     return Rule((ins,), (tuple(outs),), sizes, ((0,),), size_args={"repeats": ("r",)})
 
 
-@computed("aten.slice.Tensor", "aten.constant_pad_nd.default", "aten.pad.default", "aten.roll.default", "aten.flip.default")
+@computed(
+    "aten.slice.Tensor", "aten.constant_pad_nd.default", "aten.pad.default", "aten.roll.default", "aten.flip.default"
+)
 def _along_dims(node: fx.Node) -> Rule:
     """Dimensions whose rows move or change in number stay whole; the others pass."""
     shape, out = shape_of(tensor_inputs(node)[0]), shape_of(node)
-    name = str(node.target)
+    name, args = str(node.target), args_of(node)
     if "pad" in name:
-        amounts = node.args[1]
-        touched = {len(shape) - 1 - i // 2 for i, n in enumerate(amounts) if n}  # type: ignore[arg-type]
+        touched = {len(shape) - 1 - i // 2 for i, n in enumerate(args[1]) if n}
     elif "slice" in name:
-        touched = {(node.args[1] if len(node.args) > 1 else 0) % len(shape)}  # type: ignore[operator]
+        touched = {(args[1] if len(args) > 1 else 0) % len(shape)}
     else:
-        dims = node.args[2] if "roll" in name and len(node.args) > 2 else node.args[1]
-        touched = {d % len(shape) for d in dims} if dims else set(range(len(shape)))  # type: ignore[union-attr]
+        dims = args[2] if "roll" in name and len(args) > 2 else args[1]
+        touched = {d % len(shape) for d in dims} if dims else set(range(len(shape)))
     ins, outs, sizes = list(plain_dims(shape)), list(plain_dims(out)), {**plain_sizes(out), **plain_sizes(shape)}
     whole = set()
     for d in touched:
@@ -94,15 +96,15 @@ def _along_dims(node: fx.Node) -> Rule:
         outs[d] = (f"o{d}",) if out[d] > 1 else ()
         sizes |= {f"i{d}": shape[d], f"o{d}": out[d]}
         sizes.pop(f"d{d}", None)
-        whole |= {f for f in (*ins[d], *outs[d])}
-    fills = "pad" in name and len(node.args) > 3 and node.args[3] not in (None, 0)  # padding with a constant: affine
+        whole |= {*ins[d], *outs[d]}
+    fills = "pad" in name and len(args) > 3 and args[3] not in (None, 0)  # padding with a constant: affine
     return Rule((tuple(ins),), (tuple(outs),), sizes, () if fills else ((0,),), whole=frozenset(whole))
 
 
 @computed("aten.select.int")
 def _select(node: fx.Node) -> Rule:
     shape = shape_of(tensor_inputs(node)[0])
-    d = node.args[1] % len(shape)  # type: ignore[operator]
+    d = args_of(node)[1] % len(shape)
     dims = plain_dims(shape)
     out = tuple(f for i, f in enumerate(dims) if i != d)
     return Rule((dims,), (out,), plain_sizes(shape), ((0,),), whole=frozenset(dims[d]))
@@ -112,9 +114,9 @@ def _select(node: fx.Node) -> Rule:
 def _split(node: fx.Node) -> Rule:
     """Equal parts are a compound (c n), of which n may be split: a fused QKV. Unequal ones stay whole."""
     shape = shape_of(tensor_inputs(node)[0])
-    name = str(node.target)
-    at = node.args[1] if "unbind" in name and len(node.args) > 1 else node.args[2] if len(node.args) > 2 else 0
-    d = at % len(shape)  # type: ignore[operator]
+    name, args = str(node.target), args_of(node)
+    at = args[1] if "unbind" in name and len(args) > 1 else args[2] if len(args) > 2 else 0
+    d = at % len(shape)
     count = len(output_values(node))
     dims, sizes = list(plain_dims(shape)), plain_sizes(shape)
     sizes.pop(f"d{d}", None)
@@ -145,8 +147,8 @@ def _split(node: fx.Node) -> Rule:
 
 @computed("aten.cat.default", "aten.stack.default")
 def _cat(node: fx.Node) -> Rule:
-    inputs, out = tensor_inputs(node), shape_of(node)
-    d = (node.args[1] if len(node.args) > 1 else 0) % len(out)  # type: ignore[operator]
+    inputs, out, args = tensor_inputs(node), shape_of(node), args_of(node)
+    d = (args[1] if len(args) > 1 else 0) % len(out)
     outs, sizes = list(plain_dims(out)), plain_sizes(out)
     sizes.pop(f"d{d}", None)
     outs[d] = ("o",) if out[d] > 1 else ()
