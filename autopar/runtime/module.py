@@ -17,7 +17,7 @@ from autopar.layout import I, Layout, Mesh, Shape, default_path
 from autopar.plan import Plan
 from autopar.program import split_batch
 from autopar.runtime.collectives import Step
-from autopar.runtime.dtensor import local_of, runtime_axes, steps, take_local, wrap
+from autopar.runtime.dtensor import local_of, runtime_axes, steps, take_local, wrap, wrap_like
 from autopar.runtime.kernels.dropout import step_key
 from autopar.runtime.parameters import Gradients, move_along, move_together
 
@@ -50,7 +50,7 @@ class Compiled:
 class Signature:
     """What the module is called with and returns."""
 
-    flatten: Callable[[tuple[Any, ...], dict[str, Any]], list[Any]]  # (args, kwargs) -> leaves; raises where the structure differs
+    flatten: Callable[[tuple[Any, ...], dict[str, Any]], list[Any]]  # a batch's leaves; raises for another structure
     leaf_of: Mapping[str, int]  # input placeholder -> leaf
     shapes: Mapping[str, tuple[Shape, torch.dtype]]
     literals: Mapping[int, Any]
@@ -152,9 +152,9 @@ class ParallelModule(nn.Module):
         return pytree.tree_unflatten(leaves, self._signature.out_spec)
 
     def forward_backward(self, batch: Any) -> Tensor:
-        """Loss of one global batch (a dict is keyword arguments, a tuple positional ones), with gradients in ``p.grad``.
+        """Loss of one global batch, with gradients in ``p.grad``.
 
-        Raises RuntimeMismatch where the plan has no loss.
+        A dict is keyword arguments, a tuple positional ones.  Raises RuntimeMismatch where the plan has no loss.
         """
         if not self._signature.has_loss:
             raise RuntimeMismatch(
@@ -217,8 +217,11 @@ class ParallelModule(nn.Module):
                 )
             if value.requires_grad:
                 raise RuntimeMismatch(
-                    "gradients of inputs are not computed", where=name, expected="an input without requires_grad",
-                    got="requires_grad", hint="detach it, or make it a parameter of the model",
+                    "gradients of inputs are not computed",
+                    where=name,
+                    expected="an input without requires_grad",
+                    got="requires_grad",
+                    hint="detach it, or make it a parameter of the model",
                 )
         for leaf, literal in self._signature.literals.items():
             if leaves[leaf] != literal:
@@ -262,12 +265,12 @@ class ParallelModule(nn.Module):
 
     def _deliver(self, grads: dict[str, Tensor]) -> None:
         for name, grad in grads.items():
-            parameter, weight = self._parameter[name], self._weights[name]
+            parameter = self._parameter[name]
             local = grad.reshape(local_of(parameter).shape)
             if parameter.grad is not None:
                 local_of(parameter.grad).add_(local)
             else:
-                parameter.grad = wrap(local, weight.stored, weight.shape, self._mesh, self._device_mesh)
+                parameter.grad = wrap_like(local, parameter)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -322,5 +325,3 @@ def _place(root: nn.Module, name: str) -> nn.Module:
             root.add_module(part, child)
         root = child
     return root
-
-
