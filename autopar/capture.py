@@ -151,7 +151,7 @@ def export(model: nn.Module, example: Any, loss_fn: LossFn | None = None) -> tor
 
 
 class _Distinct:
-    """Gives a tensor that stands twice in a batch (labels that are the ids) a copy: export would make them one input."""
+    """Copies a tensor that stands twice in a batch (labels that are the ids): export would make the two one input."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()

@@ -55,9 +55,8 @@ def print_program(plan: Plan, resolved: Resolved, program: Program, rank: int, v
     head += sorted(
         f"from {f.__module__} import {n}" for n, f in functions.items() if not isinstance(f, torch._ops.OpOverload)
     )
-    head += [""] + sorted(
-        f"{n} = torch.ops.{f}" for n, f in functions.items() if isinstance(f, torch._ops.OpOverload)
-    )
+    ops = sorted(f"{n} = torch.ops.{f}" for n, f in functions.items() if isinstance(f, torch._ops.OpOverload))
+    head += ["", *ops]
     body = []
     names = {key: "forward" if len(variants) == 1 else "forward_" + "_".join(map(str, key)) for key in variants}
     for key, emitted in variants.items():
@@ -91,7 +90,8 @@ def rank_classes(resolved: Resolved) -> list[list[int]]:
         layouts += [lay for m in moves for lay in (m.layout, m.result)]
     for stored in resolved.parameters.values():
         layouts += [stored.stored, stored.held, stored.accumulated]
-        layouts += [lay for m in (*stored.gather, *stored.use, *stored.reduce, *stored.final) for lay in (m.layout, m.result)]
+        ways = (*stored.gather, *stored.use, *stored.reduce, *stored.final)
+        layouts += [lay for m in ways for lay in (m.layout, m.result)]
     for layout in layouts:
         for axis, (state, n) in enumerate(zip(layout, resolved.mesh.sizes, strict=True)):
             if isinstance(state, S) and state.N % n:
@@ -119,8 +119,9 @@ def print_function(name: str, emitted: Emitted) -> list[str]:
     names = {n.name: f"{n.name}_0" for n in nodes if n.name in taken}
     for node in nodes:
         if node.op == "call_function":
-            collective = comments.get(node.name)
-            note = "" if collective is None else f"{collective.kind} {_bytes(collective.forward_bytes or collective.backward_bytes)}"
+            note, collective = "", comments.get(node.name)
+            if collective is not None:
+                note = f"{collective.kind} {_bytes(collective.forward_bytes or collective.backward_bytes)}"
             lines.append(_margin(f"    {names.get(node.name, node.name)} = {_call(node, names)}", node, note))
         elif node.op == "output":
             lines.append(f"    return {_format(node.args[0], names)}")
@@ -129,7 +130,8 @@ def print_function(name: str, emitted: Emitted) -> list[str]:
 
 def _margin(code: str, node: fx.Node, note: str) -> str:
     shape = node.meta.get("shape")
-    parts = [str(list(shape)) if shape is not None else "", node.meta.get("layout", ""), note or node.meta.get("where", "")]
+    local = "" if shape is None else str(list(shape))
+    parts = [local, node.meta.get("layout", ""), note or node.meta.get("where", "")]
     return f"{code:<{_MARGIN}}  # {'   '.join(p for p in parts if p)}".rstrip()
 
 
@@ -211,5 +213,3 @@ def _print_weights(resolved: Resolved) -> list[str]:
             f" {moves(w.gather)}, {moves(w.final)}, {trained}),"
         )
     return [*lines, "]"]
-
-

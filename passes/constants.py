@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.program import Program, is_tensor, shape_of
+from autopar.program import Program, args_of, is_tensor, shape_of
 
 aten = torch.ops.aten
 
-_EXPANDED_BYTES = 1 << 28  # a constant larger than this is not evaluated to look for dimensions along which it is constant
+_EXPANDED_BYTES = 1 << 28  # larger constants are not evaluated to look for dimensions along which they do not vary
 
 
 def fold_constants(program: Program) -> None:
@@ -24,13 +24,14 @@ def fold_constants(program: Program) -> None:
     ``cos(mul(arange(8), inv_freq))`` used by the model --> a placeholder; the prelude computes it from ``inv_freq``.
     """
     graph = program.graph
-    mutated = set(program.mutations)
+    given = {*program.constants, *(n for n, name in program.buffers.items() if name not in program.mutations)}
     fixed: dict[fx.Node, None] = {}
     for node in graph.nodes:
-        if node.op == "placeholder":
-            if node.name in program.constants or (node.name in program.buffers and program.buffers[node.name] not in mutated):
-                fixed[node] = None
-        elif node.op == "call_function" and all(a in fixed for a in node.all_input_nodes) and "rand" not in str(node.target):
+        if node.op == "call_function":
+            is_fixed = "rand" not in str(node.target) and all(a in fixed for a in node.all_input_nodes)
+        else:
+            is_fixed = node.op == "placeholder" and node.name in given
+        if is_fixed:
             fixed[node] = None
     roots = set(program.roots())
     prelude = fx.Graph()
@@ -87,7 +88,8 @@ def run_prelude(program: Program, buffers: dict[str, torch.Tensor]) -> dict[str,
     env: dict[fx.Node, Any] = {}
     for node in program.prelude.nodes:
         if node.op == "placeholder":
-            env[node] = buffers[program.buffers[node.name]] if node.name in program.buffers else program.constants[node.name]
+            buffer = program.buffers.get(node.name)
+            env[node] = program.constants[node.name] if buffer is None else buffers[buffer]
         elif node.op == "call_function":
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: env[n])
             env[node] = node.target(*args, **kwargs)
@@ -119,11 +121,11 @@ def evaluate_constants(program: Program, buffers: dict[str, torch.Tensor]) -> di
                 env[node] = None
             else:
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: env[n])
-                if str(kwargs.get("device")) == "meta":  # a model that was made on meta: masks and positions can be known
+                if str(kwargs.get("device")) == "meta":  # of a model made on meta: masks and positions can be known
                     kwargs = {**kwargs, "device": torch.device("cpu")}
                 value = node.target(*args, **kwargs)
                 env[node] = None if isinstance(value, torch.Tensor) and value.is_meta else value
-    results: dict[str, fx.Node] = dict(output.args[0])
+    results: dict[str, fx.Node] = dict(args_of(output)[0])
     for name, made in list(results.items()):
         value = env[made]
         if value is None:
@@ -137,11 +139,6 @@ def evaluate_constants(program: Program, buffers: dict[str, torch.Tensor]) -> di
     output.args = (results,)
     prelude.eliminate_dead_code()
     return values
-
-
-def _off_meta(arg: Any) -> Any:
-    """A model on the meta device makes its positions there; what depends on no weight can be known all the same."""
-    return torch.device("cpu") if isinstance(arg, torch.device) and arg.type == "meta" else arg
 
 
 def _shrink(program: Program, name: str, made: fx.Node, same: list[int]) -> fx.Node:
@@ -174,7 +171,7 @@ def _broadcasts(user: fx.Node, node: fx.Node) -> bool:
     """Whether ``user`` gives the same result with a smaller ``node`` that broadcasts."""
     target = user.target
     if target is aten.scaled_dot_product_attention.default:
-        return len(user.args) > 3 and user.args[3] is node or user.kwargs.get("attn_mask") is node
+        return (len(user.args) > 3 and user.args[3] is node) or user.kwargs.get("attn_mask") is node
     if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
         others = [shape_of(n) for n in user.all_input_nodes if is_tensor(n)]
         return tuple(torch.broadcast_shapes(*others)) == shape_of(user)

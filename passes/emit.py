@@ -5,8 +5,8 @@
                                             y = convert(y, tp, "P", "I")
 
 Ops call what they called before, on local tensors: sizes among their arguments become local, an algorithm takes the
-place of an op that it splits, and an op that asks for positions is told which part the rank holds.  A value that several
-ops need in one layout is converted once.
+place of an op that it splits, and an op that asks for positions is told which part the rank holds.  A value that
+several ops need in one layout is converted once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,22 @@ import torch
 from torch import fx
 
 from autopar.errors import EmitError, PlanError
-from autopar.layout import I, Layout, Mesh, Move, S, Shape, Split, conversion, default_path, dual, format_layout, forward_layout, local_shape, local_split
+from autopar.layout import (
+    I,
+    Layout,
+    Mesh,
+    Move,
+    S,
+    Shape,
+    Split,
+    conversion,
+    default_path,
+    dual,
+    format_layout,
+    forward_layout,
+    local_shape,
+    local_split,
+)
 from autopar.passes.resolve import Resolved, Stored
 from autopar.plan import find_path
 from autopar.program import OutputName, call_arguments, is_tensor, module_path, place
@@ -67,7 +82,7 @@ class _Emitter:
     resolved: Resolved
     at: tuple[int, ...]
     graph: fx.Graph = field(default_factory=fx.Graph)
-    axes: list[fx.Node] = field(default_factory=list)
+    axes: list[Any] = field(default_factory=list)  # nodes, which stand for each Axis in steps and parts
     extra: dict[str, fx.Node] = field(default_factory=dict)  # rng, gradients
     ready: dict[tuple[str, Layout], fx.Node] = field(default_factory=dict)
     made_in: dict[str, Layout] = field(default_factory=dict)
@@ -79,6 +94,10 @@ class _Emitter:
     @property
     def mesh(self) -> Mesh:
         return self.resolved.mesh
+
+    def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+        """A call of the emitted graph; untyped, for torch.fx's own type of arguments knows no steps and parts."""
+        return self.graph.call_function(target, args, kwargs)
 
     # ------------------------------------------------------------------------------------------ values
 
@@ -101,19 +120,19 @@ class _Emitter:
         return node
 
     def view(self, view: View, layout: Layout, free: bool) -> fx.Node:
-        rule, analysis = view.rule, self.resolved.analysis
+        rule = view.rule
         inside = relabel(layout, rule.outs[0], rule.ins[0], self.mesh.sizes, rule.sizes)
         assert inside is not None
         source = self.get(view.source, inside, free)
         if rule.reshapes:
             node = self.reshape(source, view.name, layout)
         else:
-            node = self.graph.call_function(view.node.target, (source, *view.node.args[1:]), dict(view.node.kwargs))  # type: ignore[arg-type]
+            node = self.call(view.node.target, (source, *view.node.args[1:]), dict(view.node.kwargs))
         return self.note(node, view.name, layout, place_of=view.node)
 
     def reshape(self, source: fx.Node, name: str, layout: Layout) -> fx.Node:
         shape = self.local(self.resolved.analysis.values[name].shape, layout)
-        return self.graph.call_function(aten.reshape.default, (source, list(shape)))
+        return self.call(aten.reshape.default, (source, list(shape)))
 
     def converted(self, name: str, layout: Layout, free: bool) -> fx.Node:
         value = self.resolved.analysis.values[name]
@@ -133,7 +152,7 @@ class _Emitter:
             known = self.ready.get((name, move.result))
             if known is None:
                 axis, src, dst = self.step(value.shape, move)
-                known = self.graph.call_function(convert, (node, axis, src, dst))
+                known = self.call(convert, (node, axis, src, dst))
                 self.note(known, name, move.result, like=node)
                 self.count(known.name, move, value.shape, value.dtype.itemsize, value.differentiable)
                 self.ready[name, move.result] = known
@@ -147,7 +166,7 @@ class _Emitter:
         def state(s: Any) -> Any:
             return local_split(shape, move.layout, move.axis, s, sizes, at) if isinstance(s, S) else s
 
-        return Step(self.axes[move.axis], state(move.layout[move.axis]), state(move.target))  # type: ignore[arg-type]
+        return Step(self.axes[move.axis], state(move.layout[move.axis]), state(move.target))
 
     def use(self, name: str, layout: Layout) -> fx.Node:
         """A use of a weight: forward from where it is held, its gradient to where it accumulates."""
@@ -169,7 +188,7 @@ class _Emitter:
             return self.weights[name]
         steps = [tuple(self.step(value.shape, m) for m in path) for path in (forward, backward)]
         gradients = self.extra[GRADIENTS] if value.differentiable else None
-        node = self.graph.call_function(use, (self.weights[name], gradients, key, *steps))
+        node = self.call(use, (self.weights[name], gradients, key, *steps))
         if value.differentiable:
             self.uses[key] = self.uses.get(key, 0) + 1
         self.note(node, name, layout)
@@ -198,12 +217,10 @@ class _Emitter:
         strategy = self.resolved.strategies[op.name]
         self.where = module_path(op.node)
         inputs = iter([self.get(v, lay) for v, lay in zip(op.inputs, strategy.ins, strict=True)])
-        overrides: dict[str, Any] = {
-            name: self.sizes(op, strategy, dims) for name, dims in op.rule.size_args.items()
-        }
+        overrides: dict[str, Any] = {name: self.sizes(op, strategy, dims) for name, dims in op.rule.size_args.items()}
         for name, dims in op.rule.part_args.items():
             overrides[name] = [self.part(op, strategy, names) for names in dims]
-        target = op.node.target
+        target: Any = op.node.target
         algorithm = next((a for c in strategy.choices if (a := algorithm_of(op.rule, c)) is not None), None)
         if algorithm is not None:
             target = algorithm.run
@@ -212,13 +229,13 @@ class _Emitter:
             node = self.reshape(next(inputs), op.outputs[0], strategy.outs[0])
         else:
             args, kwargs = self.arguments(op.node, inputs, overrides)
-            node = self.graph.call_function(target, args, kwargs)
+            node = self.call(target, args, kwargs)
         self.note(node, op.name, strategy.outs[0], place_of=op.node)
         if isinstance(op.node.meta["val"], torch.Tensor):
             self.made(op.outputs[0], strategy.outs[0], node)
             return
         for k, (name, layout) in enumerate(zip(op.outputs, strategy.outs, strict=True)):
-            item = self.graph.call_function(operator.getitem, (node, k))
+            item = self.call(operator.getitem, (node, k))
             self.note(item, name, layout, place_of=op.node)
             self.made(name, layout, item)
 
@@ -226,7 +243,9 @@ class _Emitter:
         self.made_in[name] = layout
         self.ready[name, layout] = node
 
-    def arguments(self, node: fx.Node, inputs: Any, overrides: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(
+        self, node: fx.Node, inputs: Any, overrides: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call's arguments with local tensors and sizes; in the order in which the rule counts inputs."""
 
         def swap(arg: Any) -> Any:
@@ -272,7 +291,7 @@ class _Emitter:
                 for f in names[k + 1 :]:
                     inner *= sizes.get(f, 1)
                 cut = choice.cut
-                found.append(AxisCut(self.axes[axis], outer * cut.m, cut.N, cut.u * inner))  # type: ignore[arg-type]
+                found.append(AxisCut(self.axes[axis], outer * cut.m, cut.N, cut.u * inner))
         return Part(whole, tuple(sorted(found, key=lambda c: c.m)))
 
     # ------------------------------------------------------------------------------------------ notes
@@ -326,7 +345,9 @@ def emit(resolved: Resolved, at: tuple[int, ...], outputs: bool) -> Emitted:
             e.operation(op)
     e.where = ""
     results: list[Any] = [None if program.loss is None else e.get(program.loss, whole)]
-    leaves = [e.get(o, whole, free=True) if isinstance(o, OutputName) else o for o in program.outputs] if outputs else []
+    leaves: list[Any] = []
+    if outputs:
+        leaves = [e.get(o, whole, free=True) if isinstance(o, OutputName) else o for o in program.outputs]
     results += [leaves, [e.get(v, whole) for v in program.mutations.values()]]
     e.graph.output(tuple(results))
     _drop_unused(e.graph, kinds)
@@ -352,6 +373,3 @@ def _drop_unused(graph: fx.Graph, kinds: list[tuple[str, str]]) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users:
             graph.erase_node(node)
-
-
-

@@ -14,7 +14,7 @@ from torch import fx
 from autopar.errors import CaptureError
 from autopar.passes.constants import evaluate_constants, fold_constants
 from autopar.passes.rewrite import argument, calls, new_node, placeholder, replace
-from autopar.program import OutputName, Program, is_tensor, place, shape_of
+from autopar.program import OutputName, Program, args_of, is_tensor, place, shape_of
 from autopar.runtime.kernels.attention import attention
 from autopar.runtime.kernels.dropout import dropout
 from autopar.runtime.kernels.loss import cross_entropy_count, cross_entropy_sum
@@ -53,7 +53,9 @@ def _renamed(program: Program, old: fx.Node, new: fx.Node) -> None:
         return
     if program.loss == old.name:
         program.loss = new.name
-    program.outputs = [OutputName(new.name) if isinstance(o, OutputName) and o == old.name else o for o in program.outputs]
+    program.outputs = [
+        OutputName(new.name) if isinstance(o, OutputName) and o == old.name else o for o in program.outputs
+    ]
     for buffer, name in program.mutations.items():
         if name == old.name:
             program.mutations[buffer] = new.name
@@ -92,19 +94,23 @@ def broadcasts(program: Program) -> None:
     for node in calls(program.graph, aten.broadcast_tensors.default):
         for item in list(node.users):
             with program.graph.inserting_before(item):
-                source = node.args[0][item.args[1]]
+                source = args_of(node)[0][args_of(item)[1]]
                 wide = new_node(program.graph, aten.expand.default, (source, list(shape_of(item))), like=item)
             _renamed(program, item, wide)
         program.graph.erase_node(node)
 
 
 def splits_with_sizes(program: Program) -> None:
-    """``split(x, 16, d)``, ``chunk(x, 3, d)`` --> ``split_with_sizes(x, [16, 16, 16], d)``: right for empty shards too."""
+    """``split(x, 16, d)``, ``chunk(x, 3, d)`` --> ``split_with_sizes(x, [16, 16, 16], d)``.
+
+    It is right for empty shards too.
+    """
     for node in calls(program.graph, aten.split.Tensor, aten.chunk.default):
-        dim = argument(node, "dim") % len(shape_of(node.args[0]))
+        x = args_of(node)[0]
+        dim = argument(node, "dim") % len(shape_of(x))
         sizes = [v.shape[dim] for v in node.meta["val"]]
         with program.graph.inserting_before(node):
-            new = new_node(program.graph, aten.split_with_sizes.default, (node.args[0], sizes, dim), like=node)
+            new = new_node(program.graph, aten.split_with_sizes.default, (x, sizes, dim), like=node)
         replace(node, new)
 
 
@@ -115,7 +121,7 @@ def drop_identities(program: Program) -> None:
     """
     graph = program.graph
     for node in calls(graph, *_IDENTITIES):
-        source = node.args[0]
+        source = args_of(node)[0]
         if not is_tensor(source) or node.meta["val"].dtype != source.meta["val"].dtype:
             if is_tensor(source) and node.target is not aten.to.dtype:
                 with graph.inserting_before(node):
@@ -138,7 +144,7 @@ def index_to_view(program: Program, values: dict[str, torch.Tensor]) -> None:
     """
     graph = program.graph
     for node in calls(graph, aten.index.Tensor):
-        source, indices = node.args
+        source, indices = args_of(node)
         if len(indices) != len(shape_of(source)) or not all(i is not None and i.name in values for i in indices):
             continue
         out = shape_of(node)
@@ -164,7 +170,7 @@ def refold_linears(program: Program) -> None:
     """``view(addmm(b, view(x), w))`` --> ``linear(x, t(w), b)``: sequence splits become visible."""
     graph = program.graph
     for node in calls(graph, aten.addmm.default, aten.mm.default):
-        bias, x, weight = node.args if node.target is aten.addmm.default else (None, *node.args)
+        bias, x, weight = args_of(node) if node.target is aten.addmm.default else (None, *args_of(node))
         if node.kwargs or (bias is not None and len(shape_of(bias)) != 1):
             continue
         with graph.inserting_before(node):
@@ -186,22 +192,23 @@ def refold_linears(program: Program) -> None:
 def mean_to_sum(program: Program) -> None:
     """``mean(x, dims)`` --> ``sum(x, dims) / N``; average pooling to one position likewise."""
     graph = program.graph
-    graph = program.graph
     for node in calls(graph, aten.mean.dim, aten.mean.default, aten.adaptive_avg_pool2d.default):
-        x = node.args[0]
+        x = args_of(node)[0]
         shape = shape_of(x)
         if node.target is aten.adaptive_avg_pool2d.default:
             if list(argument(node, "output_size")) != [1, 1]:
                 continue
             dims, keep = [len(shape) - 2, len(shape) - 1], True
         else:
-            dims = argument(node, "dim") if node.target is aten.mean.dim else None
-            dims, keep = list(range(len(shape))) if dims is None else [d % len(shape) for d in dims], bool(argument(node, "keepdim"))
+            given = argument(node, "dim") if node.target is aten.mean.dim else None
+            dims = list(range(len(shape))) if given is None else [d % len(shape) for d in given]
+            keep = bool(argument(node, "keepdim"))
         if argument(node, "dtype") is not None:
             continue
         with graph.inserting_before(node):
             total = new_node(graph, aten.sum.dim_IntList, (x, dims, keep), like=node)
-            _renamed(program, node, new_node(graph, aten.div.Tensor, (total, math.prod(shape[d] for d in dims)), like=node))
+            count = math.prod(shape[d] for d in dims)
+            _renamed(program, node, new_node(graph, aten.div.Tensor, (total, count), like=node))
 
 
 def losses_to_sums(program: Program) -> None:
@@ -210,9 +217,8 @@ def losses_to_sums(program: Program) -> None:
     A mean of means is wrong wherever parts have unequal counts; a sum divided by a count is right on every split.
     """
     graph = program.graph
-    graph = program.graph
     for node in calls(graph, aten.cross_entropy_loss.default):
-        logits, target = node.args[0], node.args[1]
+        logits, target = args_of(node)[:2]
         if argument(node, "weight") is not None or target.meta["val"].is_floating_point():
             raise CaptureError(
                 "cross entropy with class weights or class probabilities has no rule yet",
@@ -228,9 +234,7 @@ def losses_to_sums(program: Program) -> None:
                 graph, cross_entropy_sum, (logits, target, ignore, argument(node, "label_smoothing")), like=node
             )
             if reduction == 1:  # mean
-                count = new_node(
-                    graph, cross_entropy_count, (target, ignore, logits.meta["val"].dtype), like=node
-                )
+                count = new_node(graph, cross_entropy_count, (target, ignore, logits.meta["val"].dtype), like=node)
                 loss = new_node(graph, aten.div.Tensor, (loss, count), like=node)
             _renamed(program, node, loss)
     for node in calls(graph, aten.mse_loss.default):
@@ -239,10 +243,10 @@ def losses_to_sums(program: Program) -> None:
             gap = new_node(graph, aten.sub.Tensor, tuple(node.args[:2]), like=node)
             loss = new_node(graph, aten.square.default, (gap,), like=node)
             if reduction:
-                numel = gap.meta["val"].numel()
-                loss = new_node(graph, aten.sum.dim_IntList, (loss, list(range(gap.meta["val"].dim())), False), like=node)
+                shape = shape_of(gap)
+                loss = new_node(graph, aten.sum.dim_IntList, (loss, list(range(len(shape))), False), like=node)
                 if reduction == 1:
-                    loss = new_node(graph, aten.div.Tensor, (loss, numel), like=node)
+                    loss = new_node(graph, aten.div.Tensor, (loss, math.prod(shape)), like=node)
             _renamed(program, node, loss)
 
 
@@ -258,7 +262,7 @@ def causal_masks(program: Program, values: dict[str, torch.Tensor]) -> None:
         value = None if mask is None else values.get(mask.name)
         if value is None or value.dtype is not torch.bool:
             continue
-        s, t = shape_of(node.args[0])[-2], shape_of(node.args[1])[-2]  # the mask itself may have been cut to size 1
+        s, t = (shape_of(x)[-2] for x in args_of(node)[:2])  # the mask itself may have been cut to size 1
         tril = torch.ones(s, t, dtype=torch.bool).tril()
         if bool(value.all()):
             causal = argument(node, "is_causal")
@@ -283,22 +287,24 @@ def name_random_ops(program: Program) -> None:
         with graph.inserting_before(node):
             if node.target is aten.dropout.default:
                 dims = [Part(n) for n in shape_of(node)]
-                new = new_node(graph, dropout, (node.args[0], argument(node, "p"), rng, salt), {"dims": dims}, like=node)
+                x, p = args_of(node)[0], argument(node, "p")
+                new = new_node(graph, dropout, (x, p, rng, salt), {"dims": dims}, like=node)
             else:
                 p = argument(node, "dropout_p") if program.training else 0.0
                 causal = argument(node, "is_causal")
                 if not p and not causal:
                     continue
-                q, k, v = node.args[:3]
+                q, k, v = args_of(node)[:3]
                 mask, scale = argument(node, "attn_mask"), argument(node, "scale")
                 dims = [Part(n) for n in (*shape_of(q)[:-1], shape_of(k)[-2])]
-                new = new_node(graph, attention, (q, k, v, mask, causal, scale, p, rng, salt), {"dims": dims}, like=node)
+                args = (q, k, v, mask, causal, scale, p, rng, salt)
+                new = new_node(graph, attention, args, {"dims": dims}, like=node)
         salt += 1
         _renamed(program, node, new)
 
 
 def batch_norms(program: Program) -> None:
-    """``_native_batch_norm_legit_functional(x, w, b, mean, var, True, ...)`` --> ``batch_norm(x, w, b, mean, var, rng)``."""
+    """``_native_batch_norm_legit_functional(x, w, b, mean, var, True)`` --> ``batch_norm(x, w, b, mean, var, rng)``."""
     graph = program.graph
     rng = program.nodes[RNG]
     for node in calls(graph, aten._native_batch_norm_legit_functional.default):
@@ -309,10 +315,11 @@ def batch_norms(program: Program) -> None:
             new = new_node(graph, batch_norm, (x, weight, bias, mean, var, momentum, eps, rng), like=node)
         place_of = {0: 0, 3: 1, 4: 2}
         for item in list(node.users):
-            if item.target is not operator.getitem or item.args[1] not in place_of:
+            which = args_of(item)[1] if item.target is operator.getitem else None
+            if which not in place_of:
                 raise CaptureError("the saved statistics of batch norm are used outside it", where=place(item))
             with graph.inserting_before(item):
-                _renamed(program, item, new_node(graph, operator.getitem, (new, place_of[item.args[1]]), like=item))
+                _renamed(program, item, new_node(graph, operator.getitem, (new, place_of[which]), like=item))
         graph.erase_node(node)
 
 

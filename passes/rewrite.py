@@ -21,7 +21,12 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
 
 
 def new_node(
-    graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, like: fx.Node
+    graph: fx.Graph,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    like: fx.Node,
 ) -> fx.Node:
     """A call at the insertion point of ``graph``, its value traced on fake tensors, its place that of ``like``."""
     node = graph.call_function(target, args, kwargs or {})

@@ -285,7 +285,8 @@ def convert(x: Tensor, axis: Axis, src: LocalState, dst: LocalState) -> Tensor:
     if axis.size == 1:
         return x
     if x.requires_grad and torch.is_grad_enabled():
-        return _Convert.apply(x, axis, src, dst)  # type: ignore[no-any-return]
+        converted: Tensor = _Convert.apply(x, axis, src, dst)
+        return converted
     return move(x, axis, src, dst)
 
 

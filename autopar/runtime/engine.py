@@ -49,7 +49,9 @@ class Engine:
             make = _adamw if optimizer == "adamw" else optimizer
             if not callable(make):
                 raise RuntimeMismatch(
-                    "unknown optimizer", expected="an optimizer, a function that makes one, or 'adamw'", got=repr(optimizer)
+                    "unknown optimizer",
+                    expected="an optimizer, a function that makes one, or 'adamw'",
+                    got=repr(optimizer),
                 )
             self._shards = {
                 name: nn.Parameter(local_of(p).detach(), p.requires_grad)

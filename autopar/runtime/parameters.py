@@ -1,8 +1,8 @@
 """A weight's way into the step and its gradient's way out.
 
 Each use of a weight is one node, `use`: forward it moves the weight from the layout in which it is held to the one in
-which it is used, backward it moves the gradient to the layout in which it accumulates and hands it to `Gradients`, which
-reduces complete gradients in buckets while the backward pass goes on.
+which it is used, backward it moves the gradient to the layout in which it accumulates and hands it to `Gradients`,
+which reduces complete gradients in buckets while the backward pass goes on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from autopar.runtime.collectives import (
     move,
     start_reduce_rows,
     whole_shape,
-
 )
 
 BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel's default
@@ -62,7 +61,14 @@ def move_together(locals_: Sequence[Tensor], ways: Sequence[Sequence[Step]]) -> 
 
 class _Use(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, gradients: Gradients, name: str, forward: tuple[Step, ...], backward: tuple[Step, ...]) -> Tensor:
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        gradients: Gradients,
+        name: str,
+        forward: tuple[Step, ...],
+        backward: tuple[Step, ...],
+    ) -> Tensor:
         ctx.way = (gradients, name, backward)
         used = move_along(weight, forward)
         if used is weight:
@@ -77,11 +83,18 @@ class _Use(torch.autograd.Function):
         return None, None, None, None, None
 
 
-def use(weight: Tensor, gradients: Gradients | None, name: str, forward: tuple[Step, ...], backward: tuple[Step, ...]) -> Tensor:
+def use(
+    weight: Tensor,
+    gradients: Gradients | None,
+    name: str,
+    forward: tuple[Step, ...],
+    backward: tuple[Step, ...],
+) -> Tensor:
     """The weight ``name`` as one op uses it; its gradient goes to ``gradients``."""
     if gradients is None or not weight.requires_grad or not torch.is_grad_enabled():
         return move_along(weight, forward)
-    return _Use.apply(weight, gradients, name, forward, backward)  # type: ignore[no-any-return]
+    used: Tensor = _Use.apply(weight, gradients, name, forward, backward)
+    return used
 
 
 @dataclass(slots=True)
@@ -223,6 +236,3 @@ class Gradients:
         weight, steps, size, stride, offset = kept
         with torch.no_grad():
             return move_along(weight, steps).as_strided(size, stride, offset)
-
-
-

@@ -39,12 +39,12 @@ class Row:
 
 
 def weight(row: Row, mesh: Mesh, at: Sequence[int], axes: Sequence[Axis]) -> Weight:
-    layouts = [parse_layout(t, mesh.axes, row.shape) for t in (row.stored, row.held, row.accumulated)]
-    ways = [
+    stored, held, accumulated = (parse_layout(t, mesh.axes, row.shape) for t in (row.stored, row.held, row.accumulated))
+    gather, final = (
         steps([parse_move(t, mesh.axes, row.shape) for t in texts], row.shape, mesh, at, axes)
         for texts in (row.gather, row.final)
-    ]
-    return Weight(row.names, row.node, row.shape, *layouts, *ways, row.requires_grad)  # type: ignore[arg-type]
+    )
+    return Weight(row.names, row.node, row.shape, stored, held, accumulated, gather, final, row.requires_grad)
 
 
 def main(
@@ -85,7 +85,8 @@ def main(
         if cuda:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if cuda else "gloo")
-        device_mesh, rank = init_device_mesh("cuda" if cuda else "cpu", mesh.sizes, mesh_dim_names=mesh.axes), dist.get_rank()
+        device_mesh = init_device_mesh("cuda" if cuda else "cpu", mesh.sizes, mesh_dim_names=mesh.axes)
+        rank = dist.get_rank()
     at = mesh.coordinates(rank)
     places = runtime_axes(mesh, device_mesh, at)
     device = torch.device("cuda" if device_mesh is not None and device_mesh.device_type == "cuda" else "cpu")
@@ -102,8 +103,17 @@ def main(
     held = {name: (state[name], True) for name in buffers.values()}
     signature = Signature(_flatten, leaves, {}, {}, None, tuple(mutations), buffers, True)
     module = ParallelModule(
-        None, mesh, tuple(weight(r, mesh, at, places) for r in rows), state, held, constants,
-        signature, lambda outputs: Compiled(forward(at), tuple(inputs), uses), lambda: "", device_mesh, rank,
+        None,
+        mesh,
+        tuple(weight(r, mesh, at, places) for r in rows),
+        state,
+        held,
+        constants,
+        signature,
+        lambda outputs: Compiled(forward(at), tuple(inputs), uses),
+        lambda: "",
+        device_mesh,
+        rank,
     )
     engine = Engine(module, lambda ps: torch.optim.AdamW(ps, lr=options.lr))
     for _ in range(options.steps):
@@ -116,6 +126,3 @@ def main(
 
 def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     return pytree.tree_leaves(((args, kwargs), {}))
-
-
-

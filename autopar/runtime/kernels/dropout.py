@@ -1,4 +1,4 @@
-"""Dropout whose mask is a hash of (seed, step, node, global position): no plan changes it, and recomputation repeats it."""
+"""Dropout whose mask is a hash of (seed, step, node, global position): no plan changes it, recomputation repeats it."""
 
 from __future__ import annotations
 
@@ -75,4 +75,5 @@ def dropout(x: Tensor, p: float, rng: int | None, salt: int, *, dims: Sequence[P
     if p >= 1:
         return x * 0
     keep = keep_mask(dims, p, rng, salt, x.device)
-    return _Masked.apply(x, keep, 1 / (1 - p))  # type: ignore[no-any-return]
+    dropped: Tensor = _Masked.apply(x, keep, 1 / (1 - p))
+    return dropped

@@ -17,9 +17,7 @@ from autopar.runtime.kernels.parts import Part, local_index
 
 def cross_entropy_sum(logits: Tensor, target: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0) -> Tensor:
     """Sum of the losses of the targets that are not ignored; logits [b, c, ...], target [b, ...]."""
-    return F.cross_entropy(
-        logits, target, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
-    )
+    return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing)
 
 
 def cross_entropy_count(target: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
@@ -59,5 +57,3 @@ def cross_entropy_sum_parts(
         total, picked = convert(total, axis, P, I), convert(picked, axis, P, I)
     losses = total.log() - picked
     return torch.where(target != ignore_index, losses, torch.zeros_like(losses)).sum()
-
-
