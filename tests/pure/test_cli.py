@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from autopar.passes.normalize import normalize
 from torch import nn
 from typer.testing import CliRunner, Result
 
 import autopar
-from autopar import capture, cli
+from autopar import capture, cli, doctor, models
 from autopar.errors import PlanError
+from autopar.passes.normalize import normalize
 from autopar.plan import Plan
 from autopar.program import fingerprint
 from autopar.progress import progress_line
@@ -246,10 +246,10 @@ def test_hugging_face(tmp_path: Path, kind: str, architecture: str | None, built
     """From a folder or its file, no weights, and the graph of the model with weights: a plan is for that one."""
     config = config_of(kind, architecture)
     config.save_pretrained(tmp_path)
-    loaded = cli.load_model(f"hf:{tmp_path}", 4, 16)
+    loaded = models.load_model(f"hf:{tmp_path}", 4, 16)
     assert type(loaded.model).__name__ == built and loaded.model.training
     assert {name: tuple(v.shape) for name, v in loaded.example_inputs.items()} == fields
-    assert type(cli.load_model(f"hf:{tmp_path / 'config.json'}", 4, None).model).__name__ == built
+    assert type(models.load_model(f"hf:{tmp_path / 'config.json'}", 4, None).model).__name__ == built
 
     config.use_cache = False
     real = type(loaded.model)(config).train()
@@ -265,7 +265,7 @@ def test_hugging_face_without_memory(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=12, n_embd=12288, n_head=96, architectures=["GPT2LMHeadModel"])
     config.save_pretrained(tmp_path)
-    model = cli.load_model(f"hf:{tmp_path}", 4, 16).model
+    model = models.load_model(f"hf:{tmp_path}", 4, 16).model
     assert sum(p.nbytes for p in model.parameters()) > 80 * 2**30
     assert model.lm_head.weight is model.transformer.wte.weight
 
@@ -274,13 +274,13 @@ def test_hugging_face_refusals(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     transformers.ViTConfig(architectures=["ViTForImageClassification"]).save_pretrained(tmp_path)
     with pytest.raises(PlanError, match="no batch is known"):
-        cli.load_model(f"hf:{tmp_path}", 4, 16)
+        models.load_model(f"hf:{tmp_path}", 4, 16)
     config_of("gpt2", "GPT2LMHeadModel").save_pretrained(tmp_path)
     with pytest.raises(PlanError, match="more tokens than the model has positions"):
-        cli.load_model(f"hf:{tmp_path}", 4, 65)
+        models.load_model(f"hf:{tmp_path}", 4, 65)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(PlanError, match="configuration cannot be read"):
-        cli.load_model(f"hf:{tmp_path}", 4, 16)
+        models.load_model(f"hf:{tmp_path}", 4, 16)
 
 
 # ------------------------------------------------------------------------------------------------ doctor
@@ -295,7 +295,7 @@ def healthy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def levels() -> dict[str, str]:
-    return {c.name: c.level for c in cli.examine()}
+    return {c.name: c.level for c in doctor.examine()}
 
 
 def test_doctor(healthy: None) -> None:
@@ -320,9 +320,9 @@ def test_doctor(healthy: None) -> None:
 
 
 def test_doctor_finds_what_is_missing(healthy: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_version", {"torch": "2.10.1"}.get)
-    monkeypatch.setattr(cli, "_imported", lambda package: None)
-    monkeypatch.setattr(cli.platform, "python_version", lambda: "3.10.4")
+    monkeypatch.setattr(doctor, "_version", {"torch": "2.10.1"}.get)
+    monkeypatch.setattr(doctor, "_imported", lambda package: None)
+    monkeypatch.setattr(doctor.platform, "python_version", lambda: "3.10.4")
     found = levels()
     assert {n for n, level in found.items() if level == "missing"} == {"python", "torch", "solver"}
     assert found["transformers"] == "warn"
@@ -338,7 +338,7 @@ def test_doctor_starts_gloo(healthy: None, monkeypatch: pytest.MonkeyPatch) -> N
         raise RuntimeError("unable to resolve hostname")
 
     monkeypatch.setattr("torch.distributed.ProcessGroupGloo", fails)
-    (check,) = [c for c in cli.examine() if c.name == "gloo"]
+    (check,) = [c for c in doctor.examine() if c.name == "gloo"]
     assert check.level == "missing" and "unable to resolve" in check.found and "GLOO_SOCKET_IFNAME" in check.advice
 
 
@@ -355,10 +355,10 @@ def test_doctor_starts_gloo(healthy: None, monkeypatch: pytest.MonkeyPatch) -> N
 def test_doctor_warns(
     healthy: None, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], name: str, words: str
 ) -> None:
-    monkeypatch.setattr(cli, "usable_cores", lambda: 8)
+    monkeypatch.setattr(doctor, "usable_cores", lambda: 8)
     for key, value in variables.items():
         monkeypatch.setenv(key, value)
-    (check,) = [c for c in cli.examine() if c.name == name]
+    (check,) = [c for c in doctor.examine() if c.name == name]
     assert check.level == "warn" and words in check.advice
     assert run("doctor").exit_code == 0
 
@@ -367,7 +367,7 @@ def test_doctor_warns(
     ("version", "good"), [("2.13.0+cpu", True), ("2.11", True), ("2.9.1", False), ("3.0.0a0", True), ("1.13", False)]
 )
 def test_versions(version: str, good: bool) -> None:
-    assert cli._at_least(version, (2, 11)) == good
+    assert doctor._at_least(version, (2, 11)) == good
 
 
 # ------------------------------------------------------------------------------------------------ progress

@@ -6,7 +6,9 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.explain.text import WIDTH, explain, format_bytes, format_seconds, spanned, storage_words
+from autopar.explain.quantities import format_bytes, format_seconds
+from autopar.explain.table import WIDTH, spanned
+from autopar.explain.text import explain, storage_words
 from autopar.plan import Fingerprints, OpDecision, ParameterDecision, Plan, Predicted, Solver
 from autopar.solver.search import Search
 

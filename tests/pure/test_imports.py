@@ -28,6 +28,8 @@ ALLOWED = {
     "runtime": BASE,
     "explain": BASE | {"cost_model"},
     "progress": {"errors"},
+    "doctor": {"errors", "cluster", "cost_model", "explain"},
+    "models": {"errors"},
 }
 PARTS = sorted(ALLOWED)
 TOP = {"__init__", "api", "cli", "verify"}  # use all
