@@ -214,8 +214,10 @@ def _letter(state: State) -> str:
     return "S" if isinstance(state, S) else state
 
 
+Collective: TypeAlias = Literal["local", "all-gather", "all-reduce", "reduce-scatter", "all-to-all"]
+
 # (from, to) -> forward collective, backward collective, N sent forward, N sent backward; times (n - 1) / n.
-_CONVERSIONS: dict[tuple[str, str], tuple[str, str, int, int]] = {
+_CONVERSIONS: dict[tuple[str, str], tuple[Collective, Collective, int, int]] = {
     ("S", R): ("all-gather", "reduce-scatter", 1, 1),
     ("S", I): ("all-gather", "local", 1, 0),
     (P, I): ("all-reduce", "local", 2, 0),
@@ -234,8 +236,8 @@ _CONVERSIONS: dict[tuple[str, str], tuple[str, str, int, int]] = {
 class Conversion(NamedTuple):
     """What one conversion does: collectives and bytes sent per rank, forward and backward."""
 
-    forward: str
-    backward: str
+    forward: Collective
+    backward: Collective
     forward_bytes: float
     backward_bytes: float
 

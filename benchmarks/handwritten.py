@@ -4,7 +4,8 @@
 
 Two gloo ranks with one thread each.  For each shape: DistributedDataParallel, FSDP2 (one group per block), and tensor
 parallelism by DTensor (columns, rows, split vocabulary, parallel loss), each with AdamW, against `autopar.parallelize`.
-A round times one step of each; the ratio of a round is the best of the three over autopar, and the table shows the median.
+A round times one step of each; the ratio of a round is the best of the three over autopar, and the table shows the
+median.
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ def measure(shape: Shape, rounds: int) -> None:
     if dist.get_rank() == 0:
         plan = module.plan
         cells = "  ".join(f"{n} {statistics.median(t):.3f}" for n, t in times.items())
-        print(f"{shape.name:6s} {cells}   ratio {statistics.median(ratios):.2f}   predicted {plan.predicted.step_time:.3f}")
+        ratio, predicted = statistics.median(ratios), plan.predicted.step_time
+        print(f"{shape.name:6s} {cells}   ratio {ratio:.2f}   predicted {predicted:.3f}")
         print(f"       first loss {losses['TP'][0]:.5f} (TP) {losses['autopar'][0]:.5f} (autopar)", flush=True)
         if os.environ.get("AUTOPAR_EXPLAIN"):
             print(plan.explain(), flush=True)
@@ -140,7 +142,8 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
-        print("seconds per step, median of interleaved rounds; ratio = best by hand / autopar, above 1 is faster than by hand")
+        ratio = "ratio = best by hand / autopar, above 1 is faster than by hand"
+        print(f"seconds per step, median of interleaved rounds; {ratio}")
     for shape in SHAPES:
         if shape.name in options.shapes.split(","):
             measure(shape, options.rounds)

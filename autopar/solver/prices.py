@@ -193,7 +193,7 @@ class Prices:
 
     # ---------------------------------------------------------------------------------------- communication
 
-    def collective(self, kind: str, nbytes: float, axis: int) -> float:
+    def collective(self, kind: collectives.Kind, nbytes: float, axis: int) -> float:
         key = (kind, nbytes, axis)
         known = self._seconds.get(key)
         if known is None:

@@ -4,9 +4,24 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from autopar.layout import I, Layout, Mesh, Move, P, R, S, Shape, State, canonical, dual, format_layout, forward_layout, is_valid
+from autopar.layout import (
+    I,
+    Layout,
+    Mesh,
+    Move,
+    P,
+    R,
+    S,
+    Shape,
+    State,
+    canonical,
+    dual,
+    format_layout,
+    forward_layout,
+    is_valid,
+)
 from autopar.plan import Fingerprints, OpDecision, ParameterDecision, Plan, ValueDecision, format_move
 from autopar.rules.analysis import Analysis, Bound, Operation, contract
 from autopar.rules.derive import Strategy, random_strategy
@@ -14,7 +29,9 @@ from autopar.rules.factors import Cut
 from autopar.solver.storage import storable
 
 
-def random_decisions(bound: Bound, mesh: Mesh, fingerprints: Fingerprints, seed: int = 0, model: str = "", cluster: str = "") -> Plan:
+def random_decisions(
+    bound: Bound, mesh: Mesh, fingerprints: Fingerprints, seed: int = 0, model: str = "", cluster: str = ""
+) -> Plan:
     """Any legal plan of a program on ``mesh``; the same seed gives the same plan."""
     rng = random.Random(seed)
     analysis = contract(bound, mesh.sizes)
@@ -37,7 +54,7 @@ def random_decisions(bound: Bound, mesh: Mesh, fingerprints: Fingerprints, seed:
             need(name, layout)
     whole = (I,) * len(mesh.sizes)
     program = bound.program
-    for name in ([program.loss] if program.loss else []) + list(program.mutations.values()):
+    for name in [*([program.loss] if program.loss else []), *program.mutations.values()]:
         need(name, whole)
     values, parameters = [], []
     for name, wanted in needs.items():
@@ -54,9 +71,7 @@ def random_decisions(bound: Bound, mesh: Mesh, fingerprints: Fingerprints, seed:
             moves.update(dict.fromkeys(random_path(value.shape, start, goal, mesh.sizes, rng, value.differentiable)))
         if moves:
             values.append(ValueDecision(name, tuple(format_move(m, mesh.axes) for m in moves)))
-    ops = tuple(
-        OpDecision(op.name, tuple(str(c) for c in strategies[op.name].choices)) for op in analysis.operations
-    )
+    ops = tuple(OpDecision(op.name, tuple(str(c) for c in strategies[op.name].choices)) for op in analysis.operations)
     axes = tuple(zip(mesh.axes, mesh.sizes, strict=True))
     return Plan(1, model, cluster, axes, fingerprints, ops, tuple(values), tuple(parameters))
 
@@ -87,7 +102,7 @@ def random_path(
         if not is_valid(shape, move.result, sizes):
             todo.append(axis)
             whole = rng.choice([R, I]) if differentiable else I
-            if current[axis] == whole or not isinstance(current[axis], S) and current[axis] != P:
+            if current[axis] == whole or not (isinstance(current[axis], S) or current[axis] == P):
                 continue
             move = Move(current, axis, whole)
         moves.append(move)
@@ -95,13 +110,19 @@ def random_path(
     return moves
 
 
-def _random_cut(rng: random.Random, dim: int, cuts: Sequence[Cut], n: int) -> State:
+def _random_cut(rng: random.Random, dim: int, cuts: Iterable[Cut], n: int) -> State:
     cut = rng.choice(sorted(cuts))
     return canonical(S(dim, *cut), n)
 
 
 def _random_layout(
-    shape: Shape, name: str, analysis: Analysis, mesh: Mesh, rng: random.Random, states: Sequence[State], as_stored: bool
+    shape: Shape,
+    name: str,
+    analysis: Analysis,
+    mesh: Mesh,
+    rng: random.Random,
+    states: Sequence[State],
+    as_stored: bool,
 ) -> Layout:
     for _ in range(100):
         layout: list[State] = []
@@ -114,7 +135,7 @@ def _random_layout(
                 if nested > 1 and shape[dim] % nested == 0:
                     layout.append(canonical(S(dim, nested, shape[dim] // nested, 1), n))
                 elif shape[dim] > 1:
-                    layout.append(_random_cut(rng, dim, [c for c in analysis.points[name][dim]], n))
+                    layout.append(_random_cut(rng, dim, analysis.points[name][dim], n))
                 else:
                     layout.append(rng.choice(list(states)))
             else:

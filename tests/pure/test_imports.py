@@ -28,9 +28,6 @@ ALLOWED = {
     "runtime": BASE,
     "explain": BASE | {"cost_model"},
     "progress": {"errors"},
-    "models": {"errors"},
-    "modes": BASE | {"rules", "passes.fold"},
-    "doctor": BASE | {"cost_model", "explain"},
     "doctor": {"errors", "cluster", "cost_model", "explain"},
     "models": {"errors"},
 }
