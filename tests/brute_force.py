@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from autopar.passes.rewrite import new_node
 from numpy.typing import NDArray
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.layout import I, Layout, P, R, S, Shape, State, dual, is_valid
+from autopar.passes.rewrite import new_node
 from autopar.program import Parameter, Program
 from autopar.rules.analysis import Analysis, Bound, Value, bind_program
 from autopar.rules.derive import Strategy, strategies

@@ -9,7 +9,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from autopar.passes.normalize import normalize
 from models import Case
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
@@ -19,6 +18,7 @@ from torch.utils import _pytree as pytree
 from autopar import api
 from autopar.capture import export, from_exported
 from autopar.layout import Mesh
+from autopar.passes.normalize import normalize
 from autopar.plan import Fingerprints, Plan
 from autopar.program import split_batch, strip_wrapper
 from autopar.rules.analysis import Analysis, Bound, Operation, bind_program

@@ -15,14 +15,17 @@ import autopar
 from autopar.testing import run_local
 
 
-@pytest.mark.parametrize(("make", "sizes"), [(models.gpt2, {"x": 2}), (models.llama, {"x": 2, "y": 2}), (models.resnet, {"x": 3})])
+@pytest.mark.parametrize(
+    ("make", "sizes"), [(models.gpt2, {"x": 2}), (models.llama, {"x": 2, "y": 2}), (models.resnet, {"x": 3})]
+)
 def test_code_runs_alone(make: object, sizes: dict[str, int], tmp_path: Path) -> None:
     case: models.Case = make()  # type: ignore[operator]
     world = 1
     for n in sizes.values():
         world *= n
     cluster = autopar.ClusterSpec(nodes=1, devices_per_node=world, device="cpu")
-    plan = autopar.random_plan(case.model, cluster, case.batch, 7, loss_fn=case.loss_fn, search=autopar.Search(mesh=sizes))
+    search = autopar.Search(mesh=sizes)
+    plan = autopar.random_plan(case.model, cluster, case.batch, 7, loss_fn=case.loss_fn, search=search)
     bound = autopar.api.understand(case.model, case.batch, case.loss_fn)
 
     def rank_main(rank: int) -> tuple[str, dict[str, torch.Tensor], list[float]]:
@@ -35,11 +38,14 @@ def test_code_runs_alone(make: object, sizes: dict[str, int], tmp_path: Path) ->
     (tmp_path / "program.py").write_text(code)
     torch.save(state, tmp_path / "weights.pt")
     torch.save(case.batch, tmp_path / "batch.pt")
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), str(tmp_path / "program.py")]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     options = ["--weights", str(tmp_path / "weights.pt"), "--batch", str(tmp_path / "batch.pt"), "--steps", "3"]
     done = subprocess.run(
-        [sys.executable, *launch, *options],
-        capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [sys.executable, *launch, str(tmp_path / "program.py"), *options],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     printed = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("loss ")]

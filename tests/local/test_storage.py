@@ -66,7 +66,7 @@ def zero3(case: models.Case, world: int) -> tuple[Plan, autopar.ClusterSpec]:
 
 
 def test_gathered_weights_do_not_live_until_backward() -> None:
-    """ZeRO-3: after forward nothing holds a gathered weight, though autograd needs it; gradients are right all the same."""
+    """ZeRO-3: after forward nothing holds a gathered weight, though autograd needs it; gradients stay right."""
     case = models.gpt2()
     plan, _ = zero3(case, 2)
     assert any(p.use for p in plan.parameters), "nothing is gathered at its use"
@@ -104,9 +104,12 @@ def test_names_are_the_models_own() -> None:
     case = models.gpt2()
     plan, _ = zero3(case, 2)
     bound = autopar.api.understand(case.model, case.batch, case.loss_fn)
-    names, whole = run_local(
-        lambda rank: (lambda m: (list(m.state_dict()), m.full_state_dict()))(autopar.api.build(case.model, bound, plan)), 2
-    )[0]
+
+    def rank_main(rank: int) -> tuple[list[str], dict[str, torch.Tensor]]:
+        module = autopar.api.build(case.model, bound, plan)
+        return list(module.state_dict()), module.full_state_dict()
+
+    names, whole = run_local(rank_main, 2)[0]
     assert set(names) == set(case.model.state_dict())
     for name, value in case.model.state_dict().items():
         torch.testing.assert_close(whole[name], value, rtol=0, atol=0)

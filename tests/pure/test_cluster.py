@@ -1,9 +1,8 @@
 """ClusterSpec: its notation, its file, what it refuses; and the four parts of an error."""
 
+import os
 import pickle
 from dataclasses import FrozenInstanceError, replace
-
-import os
 
 import pytest
 

@@ -6,13 +6,13 @@ import time
 
 import pytest
 import torch
-from autopar.passes.fold import edges, expand, fold
-from autopar.passes.normalize import normalize
 from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.cluster import ClusterSpec
 from autopar.layout import Mesh
+from autopar.passes.fold import edges, expand, fold
+from autopar.passes.normalize import normalize
 from autopar.rules.analysis import Bound, bind_program, contract
 from autopar.solver import milp
 from autopar.solver.ilp import solve

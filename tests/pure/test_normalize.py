@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from autopar.passes.constants import run_prelude
-from autopar.passes.normalize import normalize
 from models import MODELS, bert
 from refused import refused
 from torch import Tensor, fx, nn
 
 from autopar.capture import capture
 from autopar.errors import CaptureError
+from autopar.passes.constants import run_prelude
+from autopar.passes.normalize import normalize
 from autopar.program import Program, call_arguments, is_tensor, shape_of, target_name
 
 

@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from autopar.passes.emit import emit
-from autopar.passes.fold import expand
-from autopar.passes.resolve import resolve
 from models import mlp
 from refused import refused
 from torch import nn
@@ -19,6 +16,9 @@ import autopar
 from autopar import api
 from autopar.errors import PlanError, RuntimeMismatch
 from autopar.layout import I, Move, P, R, S
+from autopar.passes.emit import emit
+from autopar.passes.fold import expand
+from autopar.passes.resolve import resolve
 from autopar.plan import Plan, find_path, format_move, parse_move
 from autopar.rules.analysis import Bound
 

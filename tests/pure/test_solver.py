@@ -11,8 +11,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from autopar.passes.fold import fold
-from autopar.passes.normalize import normalize
 from brute_force import brute_force, random_program
 from models import MODELS
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -23,6 +21,8 @@ from autopar.cluster import ClusterSpec
 from autopar.errors import InfeasiblePlan, PlanError
 from autopar.layout import Mesh
 from autopar.modes import DATA_PARALLEL, SEQUENCE, TENSOR_1D, modes
+from autopar.passes.fold import fold
+from autopar.passes.normalize import normalize
 from autopar.plan import Plan
 from autopar.rules.analysis import Bound, bind_program, contract
 from autopar.solver import milp
