@@ -106,6 +106,24 @@ def _refusing_lost_backwards() -> Iterator[None]:
         checkpoint_module._checkpoint_without_reentrant_generator = region
 
 
+@contextlib.contextmanager
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """Switch off Hugging Face's ``config.use_cache`` in training.
+
+    It is on by default and returns every layer's keys and values, which serve generation only; torch.export does not
+    know the class that holds them.
+    """
+    config = getattr(model, "config", None)
+    if not model.training or not getattr(config, "use_cache", False):
+        yield
+        return
+    config.use_cache = False  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        config.use_cache = True  # type: ignore[union-attr]
+
+
 def _user_frame() -> str:
     """The innermost frame that is not torch's or ours."""
     for frame in reversed(traceback.extract_stack()):
@@ -128,7 +146,7 @@ def export(model: nn.Module, example: Any, loss_fn: LossFn | None = None) -> tor
     wrapped = _WithLoss(model, loss_fn, keys)
     wrapped.training = model.training
     try:
-        with _EXPORT_LOCK, _refusing_lost_backwards():
+        with _EXPORT_LOCK, _refusing_lost_backwards(), _without_cache(model):
             exported = torch.export.export(wrapped, (args, kwargs), strict=False)
     except AutoparError:
         raise

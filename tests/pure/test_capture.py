@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from refused import refused
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from autopar import api
 from autopar.capture import capture, flatten_batch
@@ -264,3 +265,13 @@ def test_capture_is_the_same_twice() -> None:
 
     assert digits(Layer(), X) == digits(Layer(), X)
     assert digits(Layer(), X) != digits(Layer(), X[:3])
+
+
+def test_the_default_cache_of_transformers_is_left_out_of_training() -> None:
+    """A config as it comes: use_cache is on, and capture must not fail on the class that holds keys and values."""
+    config = GPT2Config(vocab_size=11, n_positions=8, n_embd=4, n_layer=1, n_head=2)
+    assert config.use_cache
+    model = GPT2LMHeadModel(config).train()
+    ids = torch.arange(6).reshape(2, 3)
+    program = capture(model, {"input_ids": ids, "labels": ids})
+    assert len(program.outputs) == 2 and model.config.use_cache
