@@ -27,12 +27,13 @@ from autopar.solver.lattice import Lattice
 from autopar.solver.milp import INF, Model, Problem
 from autopar.solver.prices import full_states, gradient_states, saved_inputs, saved_outputs
 from autopar.solver.space import Flow, Space, Weight, is_full
+from autopar.solver.storage import is_plain
 
 FORWARD, BACKWARD = "forward", "backward"
 
 
-# Added to every conversion, and once more to reducing a gradient at each use where once a step costs the same; an
-# objective is at least a hundred, so that all of it is far below any gap.
+# Added to every conversion, to storing in strided cuts, and once more to reducing a gradient at each use where once a
+# step costs the same; an objective is at least a hundred, so that all of it is far below any gap.
 _TIE = 1e-6
 
 
@@ -157,7 +158,10 @@ def _weight(b: _Builder, weight: Weight, zero: int | None) -> None:
     model, space = b.model, b.space
     name, count, m = weight.edge.name, weight.edge.count, space.prices.microbatches
     forward, backward, value = weight.forward, weight.backward, weight.value
-    stored = {layout: model.binary(space.prices.update(value, layout) * count * b.second) for layout in weight.stored}
+    stored = {}
+    for layout in weight.stored:
+        strided = 0.0 if is_plain(value.shape, layout, space.mesh.sizes) else _TIE
+        stored[layout] = model.binary(space.prices.update(value, layout) * count * b.second + strided)
     held = {layout: model.binary() for layout in forward.layouts}
     model.row(1.0, 1.0, ((c, 1.0) for c in stored.values()))
     b.stored[name], b.held[name] = stored, held

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 
 from autopar.layout import I, Layout, S, Shape, State, canonical, is_even, is_valid
@@ -15,13 +14,24 @@ def storable(shape: Shape, layout: Layout, sizes: Sequence[int]) -> bool:
     On each dimension either plain cuts, nested in the order of the mesh's axes and uneven on the last only, or one
     strided cut that divides; everywhere else the weight is whole.
     """
-    cuts: dict[int, list[tuple[S, int]]] = {}
+    if any(not isinstance(state, S) and state != I for state in layout):
+        return False
+    cuts = _cuts(layout, sizes)
+    return all(_plain(c, shape[d]) or (len(c) == 1 and is_even(*c[0])) for d, c in cuts.items())
+
+
+def is_plain(shape: Shape, layout: Layout, sizes: Sequence[int]) -> bool:
+    """Whether a storable layout needs no strided cut."""
+    return all(_plain(c, shape[d]) for d, c in _cuts(layout, sizes).items())
+
+
+def _cuts(layout: Layout, sizes: Sequence[int]) -> dict[int, list[tuple[S, int]]]:
+    """Cuts with their axis' size, by dimension."""
+    out: dict[int, list[tuple[S, int]]] = {}
     for state, n in zip(layout, sizes, strict=True):
         if isinstance(state, S):
-            cuts.setdefault(state.dim, []).append((state, n))
-        elif state != I:
-            return False
-    return all(_plain(c, shape[d]) or (len(c) == 1 and is_even(*c[0])) for d, c in cuts.items())
+            out.setdefault(state.dim, []).append((state, n))
+    return out
 
 
 def _plain(cuts: Sequence[tuple[S, int]], size: int) -> bool:
@@ -56,8 +66,3 @@ def storage_states(shape: Shape, used: Iterable[Layout], sizes: Sequence[int]) -
             if is_valid(shape, tuple(layout), sizes) and storable(shape, tuple(layout), sizes):
                 out.append(tuple(layout))
     return out
-
-
-def split_factor(layout: Layout, sizes: Sequence[int]) -> int:
-    """Into how many parts a layout divides the weight."""
-    return math.prod(n for s, n in zip(layout, sizes, strict=True) if isinstance(s, S))

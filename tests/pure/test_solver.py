@@ -13,6 +13,7 @@ import pytest
 import torch
 from brute_force import brute_force, random_program
 from models import MODELS
+from test_fold import Residual, batch, bind
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from autopar.api import understand
@@ -308,6 +309,32 @@ def test_a_stage_of_zero_is_kept_to(tall: Bound, stage: int) -> None:
     found, plan = names(tall, machines, search=Search(zero=stage))
     assert found == ((DATA_PARALLEL,) if stage == 0 else (DATA_PARALLEL, f"ZeRO-{stage}"))
     assert plan.solver.status == "optimal"
+
+
+def test_the_bytes_of_data_parallel_are_those_of_the_closed_form(tall: Bound) -> None:
+    """2 (N-1)/N of the weights; a tied weight is gathered and reduced at each of its two uses by ZeRO-3."""
+    machines = cluster(intra_node_latency=1e-6, intra_node_bandwidth=1e9, **FAST)
+    weights = {v.name: v.nbytes for v in tall.values.values() if v.kind == "parameter"}
+    total, tied = sum(weights.values()), weights["p_model_transformer_wte_weight"]
+    sent = {stage: names(tall, machines, search=Search(zero=stage))[1].predicted.comm_bytes for stage in (0, 1, 3)}
+    assert sent[0] == pytest.approx(2 * 3 / 4 * total, rel=1e-3)
+    assert sent[1] == pytest.approx(2 * 3 / 4 * total, rel=1e-3)
+    assert sent[3] == pytest.approx(3 * 3 / 4 * (total + tied), rel=0.05)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_the_bits_take_less_memory(tall: Bound, precision: str) -> None:
+    full = solve(tall, ClusterSpec("4xH100"), mesh=ON_FOUR)
+    half = solve(tall, ClusterSpec("4xH100"), mesh=ON_FOUR, precision=precision)
+    assert half.predicted.peak_memory < full.predicted.peak_memory
+    assert half.predicted.step_time < full.predicted.step_time
+
+
+def test_inference_ends_with_whole_outputs_and_no_optimizer() -> None:
+    bound = bind(Residual([16] * 3).eval(), batch(), None)
+    plan = solve(bound, ClusterSpec("4xH100 launch_overhead=0.0 memory_bandwidth=1e6"), mesh=ON_FOUR)
+    assert plan.predicted.breakdown["backward"] == plan.predicted.breakdown["optimizer"] == 0
+    assert any(d.moves[-1].endswith("d:I") for d in plan.values if d.name.startswith("add"))
 
 
 def test_a_plan_says_why(tall: Bound) -> None:
