@@ -129,16 +129,17 @@ def agreed(make: Callable[[], Plan]) -> Plan:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return make()
-    message: list[Any] = [None]
+    made: Plan | AutoparError | None = None
     if dist.get_rank() == 0:
         try:
-            message = [make().to_json()]
+            made = make()
         except AutoparError as error:
-            message = [error]
+            made = error
+    message: list[Any] = [made.to_json() if isinstance(made, Plan) else made]
     dist.broadcast_object_list(message, src=0)
     if isinstance(message[0], AutoparError):
         raise message[0]
-    return Plan.from_json(message[0], where="the plan of rank 0")
+    return made if isinstance(made, Plan) else Plan.from_json(message[0], where="the plan of rank 0")
 
 
 def fingerprints(program: Program, cluster: ClusterSpec) -> Fingerprints:
