@@ -145,7 +145,7 @@ def reduce_rows(rows: Tensor, axis: Axis) -> Tensor:
     return finish(buffer)
 
 
-def _stacked(x: Tensor, split: Split, axis: Axis) -> Tensor:
+def stack_parts(x: Tensor, split: Split, axis: Axis) -> Tensor:
     """A whole value as (n, largest part): the parts one after the other, each padded to the largest."""
     n, units = axis.size, split.units
     largest = -(-units // n)
@@ -155,8 +155,8 @@ def _stacked(x: Tensor, split: Split, axis: Axis) -> Tensor:
     return whole.reshape(n, -1)
 
 
-def _unstacked(parts: Tensor, split: Split, axis: Axis, shape: tuple[int, ...]) -> Tensor:
-    """Inverse of `_stacked`; ``shape`` is the whole value's local shape."""
+def unstack_parts(parts: Tensor, split: Split, axis: Axis, shape: tuple[int, ...]) -> Tensor:
+    """Inverse of `stack_parts`; ``shape`` is the whole value's local shape."""
     n, units = axis.size, split.units
     rest = (*shape[: split.dim], split.outer, split.inner, *shape[split.dim + 1 :])
     whole = parts.reshape(n * -(-units // n), *rest)[:units]
@@ -165,8 +165,8 @@ def _unstacked(parts: Tensor, split: Split, axis: Axis, shape: tuple[int, ...]) 
     return whole.movedim(0, split.dim + 1).reshape(shape)
 
 
-def _part_stacked(x: Tensor, split: Split, axis: Axis) -> Tensor:
-    """This rank's shard as one row of `_stacked`."""
+def stack_part(x: Tensor, split: Split, axis: Axis) -> Tensor:
+    """This rank's shard as one row of `stack_parts`."""
     low, high = _bounds(split, axis)
     part = _unfold(x, split, high - low).movedim(split.dim + 1, 0)
     missing = -(-split.units // axis.size) - (high - low)
@@ -175,8 +175,8 @@ def _part_stacked(x: Tensor, split: Split, axis: Axis) -> Tensor:
     return part.reshape(-1)
 
 
-def _part_unstacked(row: Tensor, split: Split, axis: Axis, shape: tuple[int, ...]) -> Tensor:
-    """Inverse of `_part_stacked`; ``shape`` is the whole value's local shape."""
+def unstack_part(row: Tensor, split: Split, axis: Axis, shape: tuple[int, ...]) -> Tensor:
+    """Inverse of `stack_part`; ``shape`` is the whole value's local shape."""
     low, high = _bounds(split, axis)
     rest = (*shape[: split.dim], split.outer, split.inner, *shape[split.dim + 1 :])
     part = row.reshape(-(-split.units // axis.size), *rest)[: high - low]
@@ -190,16 +190,16 @@ def whole_shape(part: Tensor, split: Split) -> tuple[int, ...]:
 def all_gather(x: Tensor, split: Split, axis: Axis) -> Tensor:
     """The whole value from every rank's shard."""
     shape = whole_shape(x, split)
-    row = _carried(_part_stacked(x, split, axis))
-    return _unstacked(_restored(gather_rows(row, axis), x), split, axis, shape)
+    row = _carried(stack_part(x, split, axis))
+    return unstack_parts(_restored(gather_rows(row, axis), x), split, axis, shape)
 
 
 def reduce_scatter(x: Tensor, split: Split, axis: Axis) -> Tensor:
     """This rank's shard of the sum; 16-bit floats are summed in fp32."""
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-    rows = _carried(_stacked(wide, split, axis).reshape(-1))
+    rows = _carried(stack_parts(wide, split, axis).reshape(-1))
     row = reduce_rows(rows, axis)
-    return _part_unstacked(_restored(row, wide), split, axis, tuple(x.shape)).to(x.dtype)
+    return unstack_part(_restored(row, wide), split, axis, tuple(x.shape)).to(x.dtype)
 
 
 def all_to_all(x: Tensor, src: Split, dst: Split, axis: Axis) -> Tensor:

@@ -16,10 +16,11 @@ from autopar.errors import RuntimeMismatch
 from autopar.layout import I, Layout, Mesh, Shape, default_path
 from autopar.plan import Plan
 from autopar.program import split_batch
+from autopar.runtime.bundles import move_along, move_together
 from autopar.runtime.collectives import Step
 from autopar.runtime.dtensor import local_of, runtime_axes, steps, take_local, wrap, wrap_like
 from autopar.runtime.kernels.dropout import step_key
-from autopar.runtime.parameters import Gradients, move_along, move_together
+from autopar.runtime.parameters import Gradients
 
 
 @dataclass(frozen=True, slots=True)

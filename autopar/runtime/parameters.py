@@ -8,55 +8,18 @@ which reduces complete gradients in buckets while the backward pass goes on.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from autopar.layout import I, P, Split
-from autopar.runtime.collectives import (
-    Axis,
-    Step,
-    _part_stacked,
-    _part_unstacked,
-    _stacked,
-    _unstacked,
-    gather_rows,
-    move,
-    start_reduce_rows,
-    whole_shape,
-)
+from autopar.layout import Split
+from autopar.runtime.bundles import kind, move_along, signature, start
+from autopar.runtime.collectives import Step
 
 BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel's default
-
-
-def move_along(x: Tensor, steps: Sequence[Step]) -> Tensor:
-    for axis, src, dst in steps:
-        x = move(x, axis, src, dst)
-    return x
-
-
-def move_together(locals_: Sequence[Tensor], ways: Sequence[Sequence[Step]]) -> list[Tensor]:
-    """`move_along` of many weights at once: those that one axis gathers share a collective."""
-    out: list[Tensor | None] = [None] * len(locals_)
-    groups: dict[tuple[str, torch.dtype], list[int]] = {}
-    for i, (x, way) in enumerate(zip(locals_, ways, strict=True)):
-        if len(way) == 1 and isinstance(way[0].src, Split) and way[0].dst == I and not x.is_complex():
-            groups.setdefault((way[0].axis.name, x.dtype), []).append(i)
-        else:
-            out[i] = move_along(x, way)
-    for members in groups.values():
-        axis = ways[members[0]][0].axis
-        splits: list[Split] = [ways[i][0].src for i in members]  # type: ignore[misc]
-        rows = [_part_stacked(locals_[i], s, axis) for i, s in zip(members, splits, strict=True)]
-        table = gather_rows(torch.cat(rows), axis).reshape(axis.size, -1)
-        columns = table.split([r.numel() for r in rows], 1)
-        for i, split, column in zip(members, splits, columns, strict=True):
-            out[i] = _unstacked(column, split, axis, whole_shape(locals_[i], split)).contiguous()
-    return out  # type: ignore[return-value]
 
 
 class _Use(torch.autograd.Function):
@@ -97,14 +60,12 @@ def use(
     return used
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Pending:
-    """A collective under way over several gradients laid end to end."""
+    """The first collective of a bucket, under way."""
 
     names: list[str]
-    work: Any
-    buffer: Tensor
-    finish: Callable[[], dict[str, Tensor]]
+    wait: Callable[[], list[Tensor]]
 
 
 @dataclass(slots=True)
@@ -151,9 +112,9 @@ class Gradients:
             self._collect({name: self._sums.pop(name)})
             return
         grad = self._sums[name]
-        step = steps[0]
-        if len(steps) == 1 and step.src == P and grad.dtype in (torch.float32, torch.float64):
-            key = (step.axis.name, isinstance(step.dst, Split), grad.dtype)
+        # 16-bit gradients are summed in fp32, one by one
+        if kind(steps[0]) in ("all-reduce", "reduce-scatter") and grad.dtype in (torch.float32, torch.float64):
+            key = (signature(steps), grad.dtype)
             bucket = self._buckets.setdefault(key, [])
             bucket.append(name)
             if sum(self._sums[n].nbytes for n in bucket) >= self.bucket_bytes:
@@ -167,33 +128,16 @@ class Gradients:
             self._done[name] = self._done[name] + grad if name in self._done else grad
 
     def _launch(self, names: list[str]) -> None:
-        """Reduce the gradients of ``names`` with one collective."""
+        """Start the first collective of the gradients of ``names``."""
         grads = [self._sums.pop(n) for n in names]
-        steps = [self.final[n][0] for n in names]
-        axis: Axis = steps[0].axis
-        if isinstance(steps[0].dst, Split):
-            rows = [_stacked(g, s.dst, axis) for g, s in zip(grads, steps, strict=True)]  # type: ignore[arg-type]
-            buffer = (rows[0].contiguous() if len(rows) == 1 else torch.cat(rows, 1)).reshape(-1)
-            sizes = [r.shape[1] for r in rows]
-            out, work, sum_up = start_reduce_rows(buffer, axis)
+        self._pending.append(_Pending(names, start(grads, [self.final[n][0] for n in names])))
 
-            def scattered() -> dict[str, Tensor]:
-                parts = sum_up(out).split(sizes)
-                return {
-                    n: _part_unstacked(p, s.dst, axis, tuple(g.shape))  # type: ignore[arg-type]
-                    for n, p, s, g in zip(names, parts, steps, grads, strict=True)
-                }
-
-            self._pending.append(_Pending(names, work, buffer, scattered))
-            return
-        flat = grads[0].reshape(-1).clone() if len(grads) == 1 else torch.cat([g.reshape(-1) for g in grads])
-        work = dist.all_reduce(flat, group=axis.group, async_op=True)
-
-        def reduced() -> dict[str, Tensor]:
-            parts = flat.split([g.numel() for g in grads])
-            return {n: p.view(g.shape) for n, p, g in zip(names, parts, grads, strict=True)}
-
-        self._pending.append(_Pending(names, work, flat, reduced))
+    def _complete(self, pending: _Pending) -> None:
+        """Wait for a bucket's first collective and run the others."""
+        grads = pending.wait()
+        for k in range(1, len(self.final[pending.names[0]])):
+            grads = start(grads, [self.final[n][k] for n in pending.names])()
+        self._collect(dict(zip(pending.names, grads, strict=True)))
 
     def finish(self) -> None:
         """The backward pass is over: reduce what is left, wait, deliver."""
@@ -208,9 +152,7 @@ class Gradients:
         for key in list(self._buckets):
             self._launch(self._buckets.pop(key))
         for pending in self._pending:
-            if pending.work is not None:
-                pending.work.wait()
-            self._collect(pending.finish())
+            self._complete(pending)
         self._pending.clear()
         done, self._done = self._done, {}
         self.deliver(done)
