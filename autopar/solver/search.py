@@ -115,7 +115,7 @@ def search_meshes(task: Task, meshes: Sequence[Mesh], build: Build, started: flo
         state.consider(mesh, floors[mesh])
     ideal = ideal_bound(task)
     for mesh in deep:
-        if state.hopeless(ideal):
+        if ideal >= state.limit(len(mesh.axes)):
             state.bounds.append(ideal)
         elif _columns(task, mesh) <= _LARGEST:
             state.consider(mesh, ideal)
@@ -144,12 +144,15 @@ class _State:
     def incumbent(self) -> float:
         return math.inf if self.best is None else self.best.solver.objective
 
-    def hopeless(self, bound: float) -> bool:
-        return bound >= self.incumbent * (1 - self.task.gap)
+    def limit(self, axes: int) -> float:
+        """What a plan on a mesh of ``axes`` axes must stay below: of plans within the gap the simplest mesh is kept."""
+        simpler = self.best is not None and axes < len(self.best.axes)
+        return self.incumbent * (1 + self.task.gap if simpler else 1 - self.task.gap)
 
     def consider(self, mesh: Mesh, floor: float) -> None:
         """Solve one mesh, as far as it may beat the incumbent."""
-        if self.hopeless(floor):
+        limit = self.limit(len(mesh.axes))
+        if floor >= limit:
             self.bounds.append(floor)
             return
         if self.best is not None and time.perf_counter() > self.task.deadline:
@@ -157,7 +160,7 @@ class _State:
             self.proven = False
             return
         try:
-            plan = solve_stage(self.task, self.build(mesh, None), self.started, self.incumbent * (1 - self.task.gap))
+            plan = solve_stage(self.task, self.build(mesh, None), self.started, limit)
         except InfeasiblePlan as error:
             if self.failure is None or error.short_bytes < self.failure.short_bytes:
                 self.failure = error
@@ -170,7 +173,8 @@ class _State:
         self.take(plan)
 
     def take(self, plan: Plan) -> None:
-        if self.best is None or plan.solver.objective < self.incumbent:
+        same = self.best is not None and len(plan.axes) == len(self.best.axes)
+        if plan.solver.objective < (self.incumbent if same else self.limit(len(plan.axes))):
             if self.best is not None:
                 self.others.append(self.best)
             self.best = plan
