@@ -104,7 +104,7 @@ def why_not(name: str, other: Plan, best: Plan, limit: float) -> str:
     """``why not data parallel?  +41 ms: compute +2.1, communication +39; does not fit by 1.2 GiB``."""
     a, b = other.predicted, best.predicted
     if a.step_time < b.step_time and len(other.axes) > len(best.axes):
-        return f"why not {name}?  {_ms(a.step_time - b.step_time)} ms, which is within the gap: the simpler mesh is kept"
+        return f"why not {name}?  {_ms(a.step_time - b.step_time)} ms, within the gap: the simpler mesh is kept"
     text = f"why not {name}?  {_ms(a.step_time - b.step_time)} ms: compute {_ms(a.compute_time - b.compute_time)}"
     text += f", communication {_ms(a.exposed_comm_time - b.exposed_comm_time)}"
     over = a.peak_memory - limit
