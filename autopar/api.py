@@ -85,6 +85,14 @@ def parallelize(
     do not belong together.
     """
     cluster = as_cluster(cluster)
+    if options.get("precision", "fp32") != "fp32":
+        raise PlanError(
+            "mixed precision can be planned for, but not run yet",
+            where="autopar.parallelize",
+            expected="precision='fp32', which runs every weight in its own dtype",
+            got=repr(options["precision"]),
+            hint="model.to(torch.bfloat16) trains in that dtype; autopar.plan(precision=...) prices mixed precision",
+        )
     bound = understand(model, example_inputs, loss_fn)
     if plan is None:
         plan = agreed(lambda: solve(bound, cluster, model_name=type(model).__name__, **options))

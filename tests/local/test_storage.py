@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import autopar
-from autopar.errors import RuntimeMismatch
+from autopar.errors import PlanError, RuntimeMismatch
 from autopar.layout import I, Layout, Mesh, S, canonical
 from autopar.plan import Plan
 from autopar.runtime.dtensor import from_placements, local_of, placements, runtime_axes, take_local, wrap
@@ -148,3 +148,9 @@ def test_another_batch_is_refused_with_its_numbers() -> None:
     with pytest.raises(RuntimeMismatch, match="differs from the example batch") as caught:
         module.forward_backward({k: v[:3] for k, v in case.batch.items()})
     assert "[5, 7]" in str(caught.value) and "[3, 7]" in str(caught.value)
+
+
+def test_mixed_precision_is_refused_rather_than_ignored() -> None:
+    case = models.mlp()
+    with pytest.raises(PlanError, match="not run yet"):
+        autopar.parallelize(case.model, "1xcpu", case.batch, loss_fn=case.loss_fn, precision="bf16")
