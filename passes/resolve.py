@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.errors import PlanError
-from autopar.layout import I, Layout, Mesh, Move, is_valid, parse_layout
-from autopar.plan import ParameterDecision, Plan, parse_move
+from autopar.layout import I, Layout, Mesh, Move, format_layout, is_valid, parse_layout
+from autopar.plan import ParameterDecision, Plan, find_path, parse_move
 from autopar.program import place
 from autopar.rules.analysis import Analysis, Bound, Operation, contract
 from autopar.rules.derive import Strategy, apply, parse_choice
@@ -73,11 +73,15 @@ def resolve(
             ]
         except ValueError as error:
             raise PlanError("a layout cannot be read", where=parameter.name, got=str(error)) from error
-        groups = [
+        kept, held, accumulated = layouts
+        gather, use, reduce, final = (
             _moves(parameter.name, t, mesh, shape)
             for t in (decision.gather, decision.use, decision.reduce, decision.final)
-        ]
-        parameters[node] = Stored(*layouts, *groups)  # type: ignore[arg-type]
+        )
+        gather = _chain(parameter.name, kept, held, gather, mesh)
+        if bound.values[node].differentiable:
+            final = _chain(parameter.name, accumulated, kept, final, mesh)
+        parameters[node] = Stored(kept, held, accumulated, gather, use, reduce, final)
     return Resolved(analysis, mesh, strategies, resolved, parameters)
 
 
@@ -95,6 +99,19 @@ def _refuse_strangers(plan: Plan, bound: Bound) -> None:
             if decision.name in seen:
                 raise PlanError(f"the plan decides {what} twice", where=decision.name)
             seen.add(decision.name)
+
+
+def _chain(name: str, start: Layout, goal: Layout, moves: tuple[Move, ...], mesh: Mesh) -> tuple[Move, ...]:
+    """The moves in the order in which they lead from ``start`` to ``goal``."""
+    path = find_path(start, goal, moves)
+    if path is None:
+        raise PlanError(
+            "the plan does not say how a weight or its gradient gets where it is kept",
+            where=name,
+            expected=f"moves from {format_layout(start, mesh.axes)} to {format_layout(goal, mesh.axes)}",
+            got=f"{len(moves)} moves",
+        )
+    return path
 
 
 def _strategy(op: Operation, texts: tuple[str, ...], mesh: Mesh) -> Strategy:
