@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import math
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -93,6 +96,16 @@ def local_of(x: Tensor) -> Tensor:
     return x._local_tensor if isinstance(x, DTensor) else x
 
 
+@functools.cache
+def _settle_at_exit() -> None:
+    """Give gloo's threads a moment at exit.
+
+    They let go of the last collective's tensors after it is done, and abort the process when the interpreter is gone by
+    then ("terminate called without an active exception").
+    """
+    atexit.register(time.sleep, 0.2)
+
+
 def runtime_axes(mesh: Mesh, device_mesh: DeviceMesh | None, at: Sequence[int]) -> tuple[Axis, ...]:
     """This rank's `Axis` on every mesh axis.  Raises RuntimeMismatch where there is no process group for one."""
     out = []
@@ -105,5 +118,8 @@ def runtime_axes(mesh: Mesh, device_mesh: DeviceMesh | None, at: Sequence[int]) 
                 hint=f"torchrun --nproc-per-node {mesh.size} your_script.py",
             )
         group = device_mesh.get_group(k) if n > 1 and device_mesh is not None else None
-        out.append(Axis(name, n, at[k], group, "" if group is None else dist.get_backend(group)))
+        backend = "" if group is None else dist.get_backend(group)
+        if backend == "gloo":
+            _settle_at_exit()
+        out.append(Axis(name, n, at[k], group, backend))
     return tuple(out)
