@@ -60,6 +60,25 @@ def use(
     return used
 
 
+def apart(grads: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Each gradient in memory of its own, so that it can be scaled and added to in place.
+
+    Autograd gives both terms of a sum the same tensor, and a reduced weight one number that is expanded.
+    """
+    out = dict(grads)
+    ends: dict[int, int] = {}  # by storage: where the last gradient that starts before this one ends
+    for name, grad in sorted(grads.items(), key=lambda item: item[1].storage_offset()):
+        if not grad.numel():
+            continue
+        storage, start = grad.untyped_storage()._cdata, int(grad.storage_offset())
+        end = start + sum((n - 1) * stride for n, stride in zip(grad.shape, grad.stride(), strict=True)) + 1
+        expanded = any(n > 1 and stride == 0 for n, stride in zip(grad.shape, grad.stride(), strict=True))
+        if expanded or start < ends.get(storage, 0):
+            out[name] = grad.clone(memory_format=torch.contiguous_format)
+        ends[storage] = max(end, ends.get(storage, 0))
+    return out
+
+
 @dataclass(frozen=True, slots=True)
 class _Pending:
     """The first collective of a bucket, under way."""
@@ -87,6 +106,7 @@ class Gradients:
     _pending: list[_Pending] = field(default_factory=list)
     _done: dict[str, Tensor] = field(default_factory=dict)
     _armed: bool = False
+    _ours: set[str] = field(default_factory=set)  # sums that no node of autograd holds too
     _gathered: dict[int, tuple[Any, Tensor, tuple[Step, ...]]] = field(default_factory=dict)
 
     # ------------------------------------------------------------------------------------------ backward
@@ -97,19 +117,25 @@ class Gradients:
             self._armed = True
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         known = self._sums.get(name)
-        self._sums[name] = grad if known is None else known.add_(grad) if self._owned(name) else known + grad
+        if known is None:
+            self._sums[name] = grad
+        elif name in self._ours:
+            known.add_(grad)
+        else:  # autograd may still hand this tensor to another node
+            self._sums[name] = known + grad
+            self._ours.add(name)
         self._seen[name] = self._seen.get(name, 0) + 1
         if self._seen[name] == self.uses[name] and self.synchronize:
             self._reduce(name)
 
-    def _owned(self, name: str) -> bool:
-        """Whether the running sum is a tensor of ours, not one that autograd may still hand to another node."""
-        return self._seen.get(name, 0) > 1
+    def _take(self, name: str) -> Tensor:
+        self._ours.discard(name)
+        return self._sums.pop(name)
 
     def _reduce(self, name: str) -> None:
         steps = self.final[name]
         if not steps:
-            self._collect({name: self._sums.pop(name)})
+            self._collect({name: self._take(name)})
             return
         grad = self._sums[name]
         # 16-bit gradients are summed in fp32, one by one
@@ -120,7 +146,7 @@ class Gradients:
             if sum(self._sums[n].nbytes for n in bucket) >= self.bucket_bytes:
                 self._launch(self._buckets.pop(key))
         else:
-            self._collect({name: move_along(self._sums.pop(name), steps)})
+            self._collect({name: move_along(self._take(name), steps)})
 
     def _collect(self, grads: dict[str, Tensor]) -> None:
         """Keep reduced gradients; a weight may be reduced twice when one pass goes back through two forward passes."""
@@ -129,7 +155,7 @@ class Gradients:
 
     def _launch(self, names: list[str]) -> None:
         """Start the first collective of the gradients of ``names``."""
-        grads = [self._sums.pop(n) for n in names]
+        grads = [self._take(n) for n in names]
         self._pending.append(_Pending(names, start(grads, [self.final[n][0] for n in names])))
 
     def _complete(self, pending: _Pending) -> None:
@@ -155,7 +181,7 @@ class Gradients:
             self._complete(pending)
         self._pending.clear()
         done, self._done = self._done, {}
-        self.deliver(done)
+        self.deliver(apart(done))
 
     # ------------------------------------------------------------------------------------------ gathered weights
 
