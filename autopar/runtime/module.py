@@ -93,6 +93,7 @@ class ParallelModule(nn.Module):
         self._compiled: dict[bool, Compiled] = {}
         self._seed, self._step = seed, 0
         self._held: dict[str, tuple[tuple[int, int], Tensor]] = {}
+        self._trained = False  # gradients came since weights were moved to where the step holds them
         self._gradients = Gradients({}, {w.names[0]: w.final for w in weights}, self._deliver)
         axes = runtime_axes(mesh, device_mesh, self._at)
         self._axes = {a.name: a for a in axes}
@@ -106,8 +107,10 @@ class ParallelModule(nn.Module):
             _place(self, name).register_buffer(name.rpartition(".")[2], tensor.detach().clone(), persistent)
         self._parameter = {w.names[0]: self.get_parameter(w.names[0]) for w in weights}
         self._by_node = {w.node: w for w in weights}
+        moving = set(signature.mutations)
+        self._fixed = [(n, _place(self, n)._buffers) for n in buffers if n not in moving]
         self._refresh_constants()
-        self.register_load_state_dict_post_hook(lambda *_: self._refresh_constants())
+        self.register_load_state_dict_post_hook(lambda *_: self._loaded())
         self.train(training)
 
     # ------------------------------------------------------------------------------------------ what it is
@@ -182,6 +185,8 @@ class ParallelModule(nn.Module):
         if torch.is_grad_enabled():
             self._gradients.uses = dict(compiled.uses)
         self._hold()
+        if self._made_from != self._buffer_versions():
+            self._refresh_constants()
         values = [self._value(kind, name, leaves, rng) for kind, name in compiled.inputs]
         with self._hooks():
             loss, out, buffers = compiled.run(*values)
@@ -199,7 +204,10 @@ class ParallelModule(nn.Module):
         if kind == "constant":
             return self._constants[name]
         if kind == "buffer":
-            return self.get_buffer(self._signature.buffer_of[name])
+            buffer = self.get_buffer(self._signature.buffer_of[name])
+            # what autograd keeps of a buffer must not change with it: hooks on saved tensors check no versions
+            moves = self._signature.buffer_of[name] in self._signature.mutations and torch.is_grad_enabled()
+            return buffer.clone() if moves else buffer
         if kind == "axis":
             return self._axes[name]
         return rng if kind == "rng" else self._gradients
@@ -242,11 +250,12 @@ class ParallelModule(nn.Module):
             local = local_of(parameter)
             versions[name] = (parameter._version, local._version)  # updates through DTensor count on the outside only
             known = self._held.get(name)
-            if known is None or (weight.gather and known[0] != versions[name]):
+            if known is None or (weight.gather and (self._trained or known[0] != versions[name])):
                 stale.append(weight)
         with torch.no_grad():
             locals_ = [local_of(self._parameter[w.names[0]]) for w in stale]
             held = move_together(locals_, [w.gather for w in stale])
+        self._trained = False
         for weight, tensor in zip(stale, held, strict=True):
             name = weight.names[0]
             self._held[name] = (versions[name], tensor.detach().requires_grad_(weight.requires_grad))
@@ -255,6 +264,37 @@ class ParallelModule(nn.Module):
         """Position tables, rotary tables and masks follow from the buffers, which a checkpoint may change."""
         with torch.no_grad():
             self._constants = self._make_constants(dict(self.named_buffers()))
+        self._made_from = self._buffer_versions()
+
+    def _buffer_versions(self) -> list[tuple[int, int]]:
+        found = [(owner[name.rpartition(".")[2]]) for name, owner in self._fixed]
+        return [(id(b), -1 if b is None else b._version) for b in found]
+
+    def _loaded(self) -> None:
+        """After load_state_dict, which puts other parameters in place where assign=True."""
+        for name, weight in self._weights.items():
+            parameter = self.get_parameter(name)
+            if parameter is self._parameter[name]:
+                continue
+            if local_of(parameter).shape != local_of(self._parameter[name]).shape:
+                raise RuntimeMismatch(
+                    "a loaded parameter is not in the plan's layout",
+                    where=name,
+                    expected=f"a local shard {list(local_of(self._parameter[name]).shape)}",
+                    got=f"{list(local_of(parameter).shape)}",
+                    hint="load a state_dict() of a module with the same plan",
+                )
+            self._parameter[name] = parameter
+            for other in weight.names[1:]:
+                _place(self, other).register_parameter(other.rpartition(".")[2], parameter)
+        self._held.clear()
+        self._refresh_constants()
+
+    def train(self, mode: bool = True) -> ParallelModule:
+        """As for any module; weights that were gathered are gathered again, should ``p.data`` have been changed."""
+        self._held.clear()
+        super().train(mode)
+        return self
 
     def _hooks(self) -> Any:
         """Gathered weights are not kept for backward: they are gathered again."""
@@ -265,6 +305,7 @@ class ParallelModule(nn.Module):
     # ------------------------------------------------------------------------------------------ gradients and state
 
     def _deliver(self, grads: dict[str, Tensor]) -> None:
+        self._trained = True  # an optimizer may now write to p.data, which no version counts
         for name, grad in grads.items():
             parameter = self._parameter[name]
             local = grad.reshape(local_of(parameter).shape)
