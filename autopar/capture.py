@@ -32,10 +32,33 @@ class _WithLoss(nn.Module):
         self._model_keys = model_keys
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        buffers = [(m, dict(m._buffers)) for m in self.model.modules()]
         outputs = self.model(*args, **{k: v for k, v in kwargs.items() if _wanted(k, self._model_keys)})
-        if self._loss_fn is not None:
-            return self._loss_fn(outputs, kwargs if kwargs else args[0] if len(args) == 1 else args), outputs
-        return find_loss(outputs), outputs
+        if self._loss_fn is None:
+            loss = find_loss(outputs)
+        else:
+            loss = self._loss_fn(outputs, kwargs if kwargs else args[0] if len(args) == 1 else args)
+        _write_assigned(buffers)
+        return loss, outputs
+
+
+def _write_assigned(buffers: list[tuple[nn.Module, dict[str, torch.Tensor | None]]]) -> None:
+    """``self.buffer = value`` --> ``self.buffer.copy_(value)``: torch.export loses the assignment in a submodule."""
+    for module, before in buffers:
+        for name, buffer in before.items():
+            value = module._buffers.get(name)
+            if value is buffer:
+                continue
+            if buffer is None or value is None or value.shape != buffer.shape or value.dtype != buffer.dtype:
+                raise CaptureError(
+                    "forward replaces a buffer by another kind of tensor",
+                    where=f"{name} of {type(module).__name__}",
+                    expected="nothing" if buffer is None else f"{list(buffer.shape)} {buffer.dtype}",
+                    got="nothing" if value is None else f"{list(value.shape)} {value.dtype}",
+                    hint="keep its shape and its type",
+                )
+            module._buffers[name] = buffer
+            buffer.copy_(value.detach())
 
 
 def _wanted(key: str, keys: frozenset[str] | None) -> bool:
@@ -162,10 +185,45 @@ def export(model: nn.Module, example: Any, loss_fn: LossFn | None = None) -> tor
             got=f"{type(error).__name__}: {_short(str(error))}",
             hint=_advice(error),
         ) from error
+    _inline_gradient_modes(exported)
     if needs_functionalization(exported):
         with _EXPORT_LOCK:
             exported = exported.run_decompositions({})
     return exported
+
+
+def _inline_gradient_modes(exported: torch.export.ExportedProgram) -> None:
+    """``with torch.no_grad(): y = f(x)`` --> ``y = f(x.detach()).detach()``, in place.
+
+    torch.export keeps such a region as a graph of its own, and making in-place ops functional forgets its mode.
+    """
+    graph, owner = exported.graph, exported.graph_module
+    buffers = set(exported.graph_signature.inputs_to_buffers)
+    for call in [n for n in graph.nodes if n.target is torch.ops.higher_order.wrap_with_set_grad_enabled]:
+        enabled, body, *args = call.args
+
+        def stopped(value: Any, enabled: Any = enabled) -> Any:
+            tensor = value.meta.get("val") if isinstance(value, torch.fx.Node) else None
+            if enabled or not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+                return value
+            node = graph.call_function(torch.ops.aten.detach.default, (value,))
+            node.meta = {k: v for k, v in value.meta.items() if k in ("val", "nn_module_stack", "stack_trace")}
+            return node
+
+        inner = getattr(owner, str(body.target)).graph
+        with graph.inserting_before(call):
+            known = {
+                given: arg if getattr(arg, "name", "") in buffers else stopped(arg)
+                for given, arg in zip(inner.find_nodes(op="placeholder"), args, strict=True)
+            }
+            results = graph.graph_copy(inner, known)
+            for item in list(call.users):
+                made: Any = results[item.args[1]]
+                item.replace_all_uses_with(stopped(made))
+                graph.erase_node(item)
+        graph.erase_node(call)
+        if not body.users:
+            graph.erase_node(body)
 
 
 class _Distinct:
@@ -238,6 +296,7 @@ def from_exported(exported: torch.export.ExportedProgram, model: nn.Module) -> P
     constants: dict[str, Any] = {}
     inputs: dict[str, int] = {}
     literals: dict[int, Any] = {}
+    saved: list[str] = []
     first: dict[int, str] = {}
     leaf = 0
     for spec in exported.graph_signature.input_specs:
@@ -255,6 +314,8 @@ def from_exported(exported: torch.export.ExportedProgram, model: nn.Module) -> P
             )
         elif spec.kind is InputKind.BUFFER:
             buffers[name] = strip_wrapper(spec.target or "")
+            if spec.persistent:
+                saved.append(buffers[name])
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             constants[name] = exported.constants[spec.target or ""]
         elif spec.kind is InputKind.USER_INPUT:
@@ -299,6 +360,7 @@ def from_exported(exported: torch.export.ExportedProgram, model: nn.Module) -> P
         mutations,
         constants,
         training=model.training,
+        saved_buffers=frozenset(saved),
     )
 
 

@@ -36,6 +36,7 @@ class Program:
     parameters, buffers: by node name; a buffer by its original name.
     inputs: node name -> position among the leaves of the flattened (args, kwargs).
     constants: node names of values that depend on no input; ``prelude`` computes them from the buffers, once.
+    saved_buffers: original names of the buffers in the state dict, whose values a checkpoint may change.
     mutations: original buffer name -> node whose value it takes after a step.
     loss: the node of the scalar loss, or None for inference.
     outputs: leaves of the model's own output: node names, or literal values.
@@ -54,6 +55,7 @@ class Program:
     constants: dict[str, Any] = field(default_factory=dict)
     prelude: fx.Graph | None = None
     training: bool = True
+    saved_buffers: frozenset[str] = frozenset()
 
     def node(self, name: str) -> fx.Node:
         for n in self.graph.nodes:
@@ -90,6 +92,12 @@ def split_batch(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def is_tensor(node: Any) -> bool:
     """Whether ``node`` is a graph node with one tensor as its value."""
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a call draws random numbers."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.program import Program, args_of, is_tensor, shape_of
+from autopar.program import Program, args_of, is_random, is_tensor, shape_of
 
 aten = torch.ops.aten
 
@@ -28,7 +28,7 @@ def fold_constants(program: Program) -> None:
     fixed: dict[fx.Node, None] = {}
     for node in graph.nodes:
         if node.op == "call_function":
-            is_fixed = "rand" not in str(node.target) and all(a in fixed for a in node.all_input_nodes)
+            is_fixed = not is_random(node) and all(a in fixed for a in node.all_input_nodes)
         else:
             is_fixed = node.op == "placeholder" and node.name in given
         if is_fixed:
@@ -102,7 +102,7 @@ def evaluate_constants(program: Program, buffers: dict[str, torch.Tensor]) -> di
     """Values of the constants that can be known now, with dimensions along which they do not vary dropped to size 1.
 
     Changes graph and prelude so that such a constant is kept small: ``c [4, 1, 8, 8]`` --> ``expand(c [1, 1, 8, 8])``.
-    Constants that depend on a meta buffer are left as they are.
+    Of those that depend on a meta buffer, or on one that a checkpoint may change, only expanded dimensions are known.
     """
     assert program.prelude is not None
     env: dict[fx.Node, Any] = {}
@@ -111,8 +111,10 @@ def evaluate_constants(program: Program, buffers: dict[str, torch.Tensor]) -> di
     output = prelude.output_node()
     for node in prelude.nodes:
         if node.op == "placeholder":
-            value = buffers.get(program.buffers.get(node.name, ""), program.constants.get(node.name))
-            env[node] = None if value is None or value.is_meta else value
+            buffer = program.buffers.get(node.name, "")
+            value = buffers.get(buffer, program.constants.get(node.name))
+            unknown = value is None or value.is_meta or buffer in program.saved_buffers
+            env[node] = None if unknown else value
         elif node.op == "call_function":
             inputs = node.all_input_nodes
             result = node.meta.get("val")
@@ -125,20 +127,34 @@ def evaluate_constants(program: Program, buffers: dict[str, torch.Tensor]) -> di
                     kwargs = {**kwargs, "device": torch.device("cpu")}
                 value = node.target(*args, **kwargs)
                 env[node] = None if isinstance(value, torch.Tensor) and value.is_meta else value
+    roots = set(program.roots())  # what leaves the program leaves it whole
     results: dict[str, fx.Node] = dict(args_of(output)[0])
     for name, made in list(results.items()):
         value = env[made]
         if value is None:
-            continue
-        same = [d for d, n in enumerate(value.shape) if n > 1 and bool((value == value.narrow(d, 0, 1)).all())]
-        if same and value.numel() > 1:
+            same = _expanded(made)
+        else:
+            same = [d for d, n in enumerate(value.shape) if n > 1 and bool((value == value.narrow(d, 0, 1)).all())]
+        if name in roots:
+            same = []
+        if same:
             results[name] = _shrink(program, name, made, same)
+        if value is not None:
             for d in same:
                 value = value.narrow(d, 0, 1)
-        values[name] = value
+            values[name] = value
     output.args = (results,)
     prelude.eliminate_dead_code()
     return values
+
+
+def _expanded(made: fx.Node) -> list[int]:
+    """Dimensions along which ``made`` does not vary whatever its values, for it is expanded along them."""
+    if made.target is not aten.expand.default:
+        return []
+    source, out = shape_of(args_of(made)[0]), shape_of(made)
+    added = len(out) - len(source)
+    return [d for d, n in enumerate(out) if n > 1 and (d < added or source[d - added] == 1)]
 
 
 def _shrink(program: Program, name: str, made: fx.Node, same: list[int]) -> fx.Node:

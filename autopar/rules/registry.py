@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from autopar.errors import RuleError
-from autopar.program import call_arguments, is_tensor, output_values, place, shape_of, target_name
+from autopar.program import call_arguments, is_random, is_tensor, output_values, place, shape_of, target_name
 from autopar.rules.notation import Algorithm, Definition, Rule, bind, define
 
 _DEFINITIONS: dict[str, Definition] = {}
@@ -138,7 +138,7 @@ def rule_for(node: fx.Node) -> Rule:
     if name in _DEFINITIONS:
         return from_text(node, _DEFINITIONS[name])
     target = node.target
-    if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
+    if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags and not is_random(node):
         return _COMPUTED["pointwise"](node)
     shapes = ", ".join(_letters(v) for v in node.all_input_nodes if is_tensor(v))
     out = _letters(node) if is_tensor(node) else "..."
