@@ -14,7 +14,7 @@ from torch import fx
 from autopar.errors import CaptureError
 from autopar.passes.constants import evaluate_constants, fold_constants
 from autopar.passes.rewrite import argument, calls, new_node, placeholder, replace
-from autopar.program import OutputName, Program, args_of, is_tensor, place, shape_of
+from autopar.program import OutputName, Program, args_of, dtype_of, is_tensor, place, shape_of
 from autopar.runtime.kernels.attention import attention
 from autopar.runtime.kernels.dropout import dropout
 from autopar.runtime.kernels.loss import cross_entropy_count, cross_entropy_sum
@@ -31,6 +31,7 @@ def normalize(program: Program, buffers: dict[str, torch.Tensor]) -> Program:
     graph = program.graph
     placeholder(graph, RNG, 0)
     drop_asserts(graph)
+    native_dropouts(program)
     broadcasts(program)
     drop_identities(program)
     splits_with_sizes(program)
@@ -87,6 +88,19 @@ _IDENTITIES = {
     aten.reshape.default,
     aten.detach.default,
 }
+
+
+def native_dropouts(program: Program) -> None:
+    """``native_dropout(x, p, True)[0]`` --> ``dropout(x, p, True)``: what functional graphs have in its place."""
+    for node in calls(program.graph, aten.native_dropout.default):
+        if any(args_of(item)[1] != 0 for item in node.users):
+            raise CaptureError("the mask of a dropout is used outside it", where=place(node))
+        x, p, train = args_of(node)
+        for item in list(node.users):
+            with program.graph.inserting_before(item):
+                train = True if train is None else train
+                _renamed(program, item, new_node(program.graph, aten.dropout.default, (x, p, train), like=node))
+        program.graph.erase_node(node)
 
 
 def broadcasts(program: Program) -> None:
@@ -206,9 +220,26 @@ def mean_to_sum(program: Program) -> None:
         if argument(node, "dtype") is not None:
             continue
         with graph.inserting_before(node):
-            total = new_node(graph, aten.sum.dim_IntList, (x, dims, keep), like=node)
-            count = math.prod(shape[d] for d in dims)
-            _renamed(program, node, new_node(graph, aten.div.Tensor, (total, count), like=node))
+            total = _sum(x, dims, keep, like=node)
+            mean = new_node(graph, aten.div.Tensor, (total, math.prod(shape[d] for d in dims)), like=node)
+            _renamed(program, node, _cast(mean, node))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The type in which sums of ``dtype`` are kept: 16-bit sums overflow or round where a mean does not."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _sum(x: fx.Node, dims: list[int], keep: bool, *, like: fx.Node) -> fx.Node:
+    dtype = dtype_of(x)
+    options = {} if _wide(dtype) == dtype else {"dtype": _wide(dtype)}
+    return new_node(like.graph, aten.sum.dim_IntList, (x, dims, keep), options, like=like)
+
+
+def _cast(x: fx.Node, like: fx.Node) -> fx.Node:
+    """``x`` in the type of ``like``."""
+    dtype = dtype_of(like)
+    return x if dtype_of(x) == dtype else new_node(like.graph, aten.to.dtype, (x, dtype), like=like)
 
 
 def losses_to_sums(program: Program) -> None:
@@ -234,9 +265,10 @@ def losses_to_sums(program: Program) -> None:
                 graph, cross_entropy_sum, (logits, target, ignore, argument(node, "label_smoothing")), like=node
             )
             if reduction == 1:  # mean
-                count = new_node(graph, cross_entropy_count, (target, ignore, logits.meta["val"].dtype), like=node)
+                dtype = _wide(dtype_of(logits))
+                count = new_node(graph, cross_entropy_count, (target, ignore, dtype), like=node)
                 loss = new_node(graph, aten.div.Tensor, (loss, count), like=node)
-            _renamed(program, node, loss)
+            _renamed(program, node, _cast(loss, node))
     for node in calls(graph, aten.mse_loss.default):
         reduction = argument(node, "reduction")
         with graph.inserting_before(node):
@@ -244,10 +276,10 @@ def losses_to_sums(program: Program) -> None:
             loss = new_node(graph, aten.square.default, (gap,), like=node)
             if reduction:
                 shape = shape_of(gap)
-                loss = new_node(graph, aten.sum.dim_IntList, (loss, list(range(len(shape))), False), like=node)
+                loss = _sum(loss, list(range(len(shape))), False, like=node)
                 if reduction == 1:
                     loss = new_node(graph, aten.div.Tensor, (loss, math.prod(shape)), like=node)
-            _renamed(program, node, loss)
+            _renamed(program, node, _cast(loss, node))
 
 
 def causal_masks(program: Program, values: dict[str, torch.Tensor]) -> None:

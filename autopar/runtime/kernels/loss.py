@@ -17,6 +17,11 @@ from autopar.runtime.kernels.parts import Part, local_index
 
 def cross_entropy_sum(logits: Tensor, target: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0) -> Tensor:
     """Sum of the losses of the targets that are not ignored; logits [b, c, ...], target [b, ...]."""
+    if logits.element_size() == 2:  # a 16-bit sum would overflow or round where the mean does not
+        losses = F.cross_entropy(
+            logits, target, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
+        )
+        return losses.float().sum()
     return F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing)
 
 
@@ -56,4 +61,5 @@ def cross_entropy_sum_parts(
     for axis in axes:
         total, picked = convert(total, axis, P, I), convert(picked, axis, P, I)
     losses = total.log() - picked
-    return torch.where(target != ignore_index, losses, torch.zeros_like(losses)).sum()
+    losses = torch.where(target != ignore_index, losses, torch.zeros_like(losses))
+    return losses.float().sum() if losses.element_size() == 2 else losses.sum()
