@@ -113,7 +113,7 @@ class _Emitter:
                 raise EmitError("a view cannot be had in this layout", where=place(view.node), got=self.text(layout))
             node = self.view(view, layout, free)
         elif name in self.weights:
-            node = self.use(name, layout)
+            node = self.use(name, layout, free)
         else:
             node = self.converted(name, layout, free)
         self.ready[name, layout] = node
@@ -168,7 +168,7 @@ class _Emitter:
 
         return Step(self.axes[move.axis], state(move.layout[move.axis]), state(move.target))
 
-    def use(self, name: str, layout: Layout) -> fx.Node:
+    def use(self, name: str, layout: Layout, free: bool = False) -> fx.Node:
         """A use of a weight: forward from where it is held, its gradient to where it accumulates."""
         value = self.resolved.analysis.values[name]
         stored: Stored = self.resolved.parameters[name]
@@ -176,6 +176,12 @@ class _Emitter:
         forward = find_path(stored.held, full, stored.use)
         produced = tuple(dual(s) for s in layout)
         backward = find_path(produced, stored.accumulated, stored.reduce) if value.differentiable else ()
+        if free:  # an output of the model: no op of the plan uses it so
+            sizes = self.mesh.sizes
+            if forward is None:
+                forward = tuple(default_path(value.shape, stored.held, full, sizes))
+            if backward is None:
+                backward = tuple(default_path(value.shape, produced, stored.accumulated, sizes))
         if forward is None or backward is None:
             raise PlanError(
                 "the plan does not say how a weight gets where it is used, or its gradient back",

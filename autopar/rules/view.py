@@ -87,7 +87,7 @@ def _along_dims(node: fx.Node) -> Rule:
     elif "slice" in name:
         touched = {(args[1] if len(args) > 1 else 0) % len(shape)}
     else:
-        dims = args[2] if "roll" in name and len(args) > 2 else args[1]
+        dims = call_arguments(node).get("dims")
         touched = {d % len(shape) for d in dims} if dims else set(range(len(shape)))
     ins, outs, sizes = list(plain_dims(shape)), list(plain_dims(out)), {**plain_sizes(out), **plain_sizes(shape)}
     whole = set()
@@ -97,7 +97,7 @@ def _along_dims(node: fx.Node) -> Rule:
         sizes |= {f"i{d}": shape[d], f"o{d}": out[d]}
         sizes.pop(f"d{d}", None)
         whole |= {*ins[d], *outs[d]}
-    fills = "pad" in name and len(args) > 3 and args[3] not in (None, 0)  # padding with a constant: affine
+    fills = "pad" in name and call_arguments(node).get("value") not in (None, 0)  # padding with a constant: affine
     return Rule((tuple(ins),), (tuple(outs),), sizes, () if fills else ((0,),), whole=frozenset(whole))
 
 
