@@ -242,9 +242,11 @@ class _Distinct:
 
 
 def needs_functionalization(exported: torch.export.ExportedProgram) -> bool:
-    """Whether the graph writes in place: into values, or into buffers through batch norm."""
+    """Whether the graph writes in place, into values or into buffers through batch norm, or has regions (autocast)."""
     for node in exported.graph.nodes:
         target = node.target
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            return True
         if isinstance(target, torch._ops.OpOverload) and (
             target._schema.is_mutable or target is torch.ops.aten.batch_norm.default
         ):

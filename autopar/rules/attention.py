@@ -56,4 +56,6 @@ def _attention(node: fx.Node) -> Rule:
         saves=(("in", 0), ("in", 1), ("in", 2), ("out", 0)),
         flops=((2 * half, (*group, "e")), (2 * half, (*group, "v"))),
         algorithms=algorithms_of(node),
+        # torch leaves a mask out of the graph where nothing is attended to: no gradient would come from that rank
+        filled=mask is not None and is_tensor(mask) and mask.meta["val"].is_floating_point(),
     )

@@ -253,6 +253,54 @@ def test_dropout_beside_batch_norm() -> None:
             torch.testing.assert_close(result, expected, rtol=1e-8, atol=1e-10)
 
 
+class LearnedMask(nn.Module):
+    """Attention with a trained mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv = nn.Linear(6, 18)
+        self.mask = nn.Parameter(torch.randn(2, 4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.view(5, 4, 2, 3).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v, self.mask).transpose(1, 2).reshape(5, 4, 6)
+
+
+def test_every_rank_has_a_gradient_for_a_trained_mask() -> None:
+    """A rank without heads once had none, and left the others waiting in its reduction."""
+    model = LearnedMask().double()
+    torch.manual_seed(1)
+    data = {"x": torch.randn(5, 4, 6).double(), "y": torch.randn(5, 4, 6).double()}
+    reference = copy.deepcopy(model)
+    loss_of(reference(data["x"]), data).backward()
+    bound = api.understand(model, data, loss_of)
+
+    def gradients(module: ParallelModule) -> dict[str, Tensor]:
+        module.forward_backward(data)
+        return module.full_gradients()
+
+    for seed in range(16):
+        for result in on_mesh(bound, (2, 2), seed, model, gradients):
+            for name, p in reference.named_parameters():
+                torch.testing.assert_close(result[name], p.grad, rtol=1e-9, atol=1e-11)
+
+
+def test_autocast_inside_the_model() -> None:
+    """Its casts become ops of the graph."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.linear(x)
+        return y.float()
+
+    model = Small(forward).float()
+    data = {k: v.float() for k, v in DATA.items()}
+    bound = api.understand(model, data, loss_of)
+    for loss in on_mesh(bound, (2,), 0, model, lambda module: module.forward_backward(data)):
+        torch.testing.assert_close(loss, loss_of(model(data["x"]), data).detach(), rtol=1e-2, atol=0)
+
+
 def test_a_random_op_without_a_rule_is_refused() -> None:
     """Ranks would draw numbers of their own."""
     model = Small(lambda s, x: F.rrelu(s.linear(x), training=True))
