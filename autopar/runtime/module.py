@@ -110,6 +110,7 @@ class ParallelModule(nn.Module):
         moving = set(signature.mutations)
         self._fixed = [(n, _place(self, n)._buffers) for n in buffers if n not in moving]
         self._refresh_constants()
+        self.register_load_state_dict_pre_hook(self._shard_loaded)
         self.register_load_state_dict_post_hook(lambda *_: self._loaded())
         self.train(training)
 
@@ -250,7 +251,17 @@ class ParallelModule(nn.Module):
             local = local_of(parameter)
             versions[name] = (parameter._version, local._version)  # updates through DTensor count on the outside only
             known = self._held.get(name)
-            if known is None or (weight.gather and (self._trained or known[0] != versions[name])):
+            trains = parameter.requires_grad
+            if trains and not weight.requires_grad:
+                raise RuntimeMismatch(
+                    "a weight that was planned as frozen, or that the loss does not use, cannot be trained",
+                    where=name,
+                    expected="requires_grad=False",
+                    got="requires_grad=True",
+                    hint="set requires_grad before autopar.parallelize, and plan again",
+                )
+            moved = weight.gather and known is not None and (self._trained or known[0] != versions[name])
+            if known is None or moved or known[1].requires_grad != trains:
                 stale.append(weight)
         with torch.no_grad():
             locals_ = [local_of(self._parameter[w.names[0]]) for w in stale]
@@ -258,7 +269,7 @@ class ParallelModule(nn.Module):
         self._trained = False
         for weight, tensor in zip(stale, held, strict=True):
             name = weight.names[0]
-            self._held[name] = (versions[name], tensor.detach().requires_grad_(weight.requires_grad))
+            self._held[name] = (versions[name], tensor.detach().requires_grad_(self._parameter[name].requires_grad))
 
     def _refresh_constants(self) -> None:
         """Position tables, rotary tables and masks follow from the buffers, which a checkpoint may change."""
@@ -269,6 +280,17 @@ class ParallelModule(nn.Module):
     def _buffer_versions(self) -> list[tuple[int, int]]:
         found = [(owner[name.rpartition(".")[2]]) for name, owner in self._fixed]
         return [(id(b), -1 if b is None else b._version) for b in found]
+
+    @staticmethod
+    def _shard_loaded(module: ParallelModule, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Whole tensors in a state dict (of the model itself, or `full_state_dict`) become this rank's parts."""
+        axes = list(module._axes.values())
+        for weight in module._weights.values():
+            for name in weight.names:
+                value: Any = state.get(prefix + name)
+                if type(value) in (Tensor, nn.Parameter) and tuple(value.shape) == weight.shape:
+                    local = take_local(value.detach(), weight.stored, module._mesh, module._at, axes)
+                    state[prefix + name] = wrap(local, weight.stored, weight.shape, module._mesh, module._device_mesh)
 
     def _loaded(self) -> None:
         """After load_state_dict, which puts other parameters in place where assign=True."""

@@ -201,6 +201,45 @@ def test_load_state_dict_may_assign() -> None:
             torch.testing.assert_close(out, other(DATA["x"]), rtol=1e-9, atol=1e-11)
 
 
+def test_a_whole_state_dict_can_be_loaded_between_steps() -> None:
+    model, other = Small(lambda s, x: s.linear(x)), Small(lambda s, x: s.linear(x))
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(1.7).add_(0.1)
+    expected = eager(other, sgd, 1e3)
+    bound = api.understand(model, DATA, loss_of)
+
+    def loaded(module: ParallelModule) -> Any:
+        module.forward_backward(DATA)
+        module.zero_grad()
+        module.load_state_dict(other.state_dict())
+        return trained(module, sgd, 1e3)
+
+    for seed in range(3):
+        for run in on_mesh(bound, (2, 2), seed, model, loaded):
+            torch.testing.assert_close(run, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_weights_may_be_frozen_later_and_not_thawed() -> None:
+    model = Small(lambda s, x: s.linear(s.first(x)), first=nn.Linear(6, 6))
+    model.first.weight.requires_grad_(False)
+    bound = api.understand(model, DATA, loss_of)
+
+    def frozen(module: ParallelModule) -> bool:
+        module.forward_backward(DATA)
+        module.zero_grad()
+        module.get_parameter("first.bias").requires_grad_(False)
+        module.forward_backward(DATA)
+        gone = module.get_parameter("first.bias").grad is None
+        module.get_parameter("first.weight").requires_grad_(True)
+        with pytest.raises(autopar.errors.RuntimeMismatch, match="planned as frozen"):
+            module.forward_backward(DATA)
+        return gone and module.get_parameter("linear.weight").grad is not None
+
+    for seed in range(3):
+        assert all(on_mesh(bound, (2,), seed, model, frozen))
+
+
 def test_buffers_may_change_after_planning() -> None:
     """Statistics that are still zeros and ones, and a temperature: loaded or written later, they count."""
 
