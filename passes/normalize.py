@@ -320,6 +320,13 @@ def name_random_ops(program: Program) -> None:
             if node.target is aten.dropout.default:
                 dims = [Part(n) for n in shape_of(node)]
                 x, p = args_of(node)[0], argument(node, "p")
+                if not program.training:
+                    raise CaptureError(
+                        "a dropout that is on in evaluation has no rule",
+                        where=place(node),
+                        expected="F.dropout(..., training=self.training), or model.train()",
+                        got="training=True in a model in evaluation mode",
+                    )
                 new = new_node(graph, dropout, (x, p, rng, salt), {"dims": dims}, like=node)
             else:
                 p = argument(node, "dropout_p") if program.training else 0.0

@@ -340,6 +340,13 @@ def test_autocast_inside_the_model() -> None:
         torch.testing.assert_close(loss, loss_of(model(data["x"]), data).detach(), rtol=1e-2, atol=0)
 
 
+def test_dropout_that_is_always_on_is_refused_in_evaluation() -> None:
+    """Modules drop nothing in evaluation."""
+    model = Small(lambda s, x: F.dropout(s.linear(x), 0.5, training=True)).eval()
+    with pytest.raises(autopar.errors.CaptureError, match="on in evaluation"):
+        api.understand(model, DATA, loss_of)
+
+
 def test_a_random_op_without_a_rule_is_refused() -> None:
     """Ranks would draw numbers of their own."""
     model = Small(lambda s, x: F.rrelu(s.linear(x), training=True))
