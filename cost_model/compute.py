@@ -115,6 +115,14 @@ def op_seconds(
     return time + (device.launch_overhead if launch else 0.0)
 
 
+def copy_seconds(nbytes: float, device: Device) -> float:
+    """Copying ``nbytes`` into new memory: read, written, and on a CPU made available page by page.
+
+    Bundles of weights and gradients are copied so, and are too large for an allocator to keep.
+    """
+    return 2 * nbytes / (device.memory_bandwidth * device.memory_efficiency) + nbytes / device.fresh_bandwidth
+
+
 def optimizer_seconds(elements: float, tensors: int, optimizer: str, device: Device, *, fused: bool = False) -> float:
     """Seconds of one optimizer step over ``elements`` local parameters in ``tensors`` tensors, state in float32.
 

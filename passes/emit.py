@@ -74,7 +74,7 @@ class Emitted:
     graph: fx.Graph
     inputs: tuple[tuple[str, str], ...]
     conversions: tuple[Conversion, ...]
-    uses: dict[str, int]  # parameter name -> use nodes, each of which delivers one gradient
+    uses: dict[str, int]  # parameter name -> gradients that it hands over in one backward pass
 
 
 @dataclass(slots=True)
@@ -89,6 +89,7 @@ class _Emitter:
     weights: dict[str, fx.Node] = field(default_factory=dict)
     conversions: list[Conversion] = field(default_factory=list)
     uses: dict[str, int] = field(default_factory=dict)
+    plain: set[str] = field(default_factory=set)  # weights that ops take without a node
     where: str = ""
 
     @property
@@ -190,7 +191,10 @@ class _Emitter:
                 f"{self.text(produced)} to {self.text(stored.accumulated)}",
             )
         key = self.resolved.analysis.program.parameters[name].name
-        if not value.differentiable and not forward:
+        if not forward and (not value.differentiable or not (backward or free)):
+            # nothing to do on either way: ops take the weight itself, which hands over one gradient for all of them
+            if value.differentiable:
+                self.plain.add(key)
             return self.weights[name]
         steps = [tuple(self.step(value.shape, m) for m in path) for path in (forward, backward)]
         gradients = self.extra[GRADIENTS] if value.differentiable else None
@@ -358,7 +362,8 @@ def emit(resolved: Resolved, at: tuple[int, ...], outputs: bool) -> Emitted:
     e.graph.output(tuple(results))
     _drop_unused(e.graph, kinds)
     e.graph.lint()
-    return Emitted(e.graph, tuple(kinds), tuple(e.conversions), dict(e.uses))
+    uses = {key: e.uses.get(key, 0) + (key in e.plain) for key in sorted({*e.uses, *e.plain})}
+    return Emitted(e.graph, tuple(kinds), tuple(e.conversions), uses)
 
 
 def _needed(resolved: Resolved, outputs: bool) -> set[str]:

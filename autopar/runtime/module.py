@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -269,7 +270,10 @@ class ParallelModule(nn.Module):
         self._trained = False
         for weight, tensor in zip(stale, held, strict=True):
             name = weight.names[0]
-            self._held[name] = (versions[name], tensor.detach().requires_grad_(self._parameter[name].requires_grad))
+            leaf = tensor.detach().requires_grad_(self._parameter[name].requires_grad)
+            if leaf.requires_grad:
+                leaf.register_post_accumulate_grad_hook(partial(self._gradients.take, name))
+            self._held[name] = (versions[name], leaf)
 
     def _refresh_constants(self) -> None:
         """Position tables, rotary tables and masks follow from the buffers, which a checkpoint may change."""

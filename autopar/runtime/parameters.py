@@ -1,8 +1,8 @@
 """A weight's way into the step and its gradient's way out.
 
-Each use of a weight is one node, `use`: forward it moves the weight from the layout in which it is held to the one in
-which it is used, backward it moves the gradient to the layout in which it accumulates and hands it to `Gradients`,
-which reduces complete gradients in buckets while the backward pass goes on.
+A use of a weight that moves it, or its gradient, is one node, `use`: forward it moves the weight from the layout in
+which it is held to the one in which it is used, backward the gradient to the layout in which it accumulates.  Gradients
+go to `Gradients`, which reduces complete ones in buckets while the backward pass goes on.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _Pending:
 class Gradients:
     """Collects the gradients of one backward pass and reduces complete ones in buckets.
 
-    uses: how many `use` nodes deliver a gradient of each weight.  final: accumulated -> stored, per weight.
+    uses: how many gradients of each weight one backward pass hands over.  final: accumulated -> stored, per weight.
     deliver: takes {name: gradient in the stored layout} when the pass is over.
     """
 
@@ -110,6 +110,12 @@ class Gradients:
     _gathered: dict[int, tuple[Any, Tensor, tuple[Step, ...]]] = field(default_factory=dict)
 
     # ------------------------------------------------------------------------------------------ backward
+
+    def take(self, name: str, leaf: Tensor) -> None:
+        """The gradient that autograd left on a weight which ops use without a `use` node."""
+        grad, leaf.grad = leaf.grad, None
+        if grad is not None:  # autograd calls without one where only `use` nodes take the weight
+            self.add(name, grad)
 
     def add(self, name: str, grad: Tensor) -> None:
         """One use's gradient, in the accumulated layout."""

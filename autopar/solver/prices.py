@@ -15,7 +15,7 @@ import torch
 
 from autopar.cluster import ClusterSpec
 from autopar.cost_model import collectives
-from autopar.cost_model.compute import ELEMENT_OPS, op_seconds, optimizer_seconds
+from autopar.cost_model.compute import ELEMENT_OPS, copy_seconds, op_seconds, optimizer_seconds
 from autopar.cost_model.hardware import Device, Link, axis_links, device
 from autopar.cost_model.memory import OPTIMIZERS, ParameterBytes, parameter_bytes
 from autopar.layout import I, Layout, P, R, S, Shape, State, conversion, dual, largest_local_numel
@@ -31,6 +31,16 @@ DEFAULT_OVERLAP = 0.0
 # An algorithm that combines parts of statistics (softmax, normalisation) reduces one number per row this many times.
 _STATISTICS_FORWARD, _STATISTICS_BACKWARD = 2, 1
 
+# Copies of the whole value that a bundled collective makes: an all-reduce lays tensors end to end; a reduce-scatter
+# sorts them by rank, receives and adds up; an all-gather lays out what it receives and takes it apart.
+_COPIES = {
+    "local": 0.0,
+    "permute": 2.0,
+    "all-reduce": 1.0,
+    "reduce-scatter": 2.5,
+    "all-gather": 2.0,
+    "all-to-all": 2.0,
+}
 BUCKET = 25e6  # bytes of gradients that are reduced at once, as in torch's DistributedDataParallel
 
 _SHORT_NAMES = {
@@ -214,7 +224,8 @@ class Prices:
     def weight_move(self, value: Value, layout: Layout, axis: int, target: State, *, gradient: bool) -> MovePrice:
         """Price of one conversion of a weight, or of a gradient, which has no backward of its own.
 
-        Gradients are reduced in buckets: each pays its share of a bucket's latency.
+        Gradients are reduced in buckets: each pays its share of a bucket's latency.  Whatever is bundled is copied on
+        the way (``_COPIES``).
         """
         sizes = self.parameter_bytes(value)
         whole = self._undone(value.shape, layout, axis, target) * (sizes.gradient if gradient else sizes.held)
@@ -223,6 +234,7 @@ class Prices:
         if gradient and seconds:
             unshared = collectives.steps(made.forward, self.sizes[axis]) * self.links[axis].latency
             seconds -= unshared * (1 - min(1.0, whole / BUCKET))
+        seconds += copy_seconds(_COPIES[made.forward] * whole, self.device)
         return MovePrice(seconds, 0.0, made.forward_bytes)
 
     def _undone(self, shape: Shape, layout: Layout, axis: int, target: State) -> int:
