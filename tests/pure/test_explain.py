@@ -152,7 +152,8 @@ def bare(plan: Plan) -> Plan:
 
 def test_golden() -> None:
     assert explain(PLAN) == GOLDEN
-    assert PLAN.explain() == explain(Plan.from_json(PLAN.to_json()))
+    from_file = explain(Plan.from_json(PLAN.to_json()))  # a file does not tell how long the search took
+    assert PLAN.explain().replace("   solved in 0.8 s", "") == from_file
 
 
 def test_without_prices() -> None:
