@@ -36,8 +36,9 @@ _OVERRIDES = (
     "inter_node_bandwidth",
     "inter_node_latency",
     "cores",
+    "overlap",
 )
-_MAY_BE_ZERO = ("launch_overhead", "intra_node_latency", "inter_node_latency")
+_MAY_BE_ZERO = ("overlap", "launch_overhead", "intra_node_latency", "inter_node_latency")
 # What torch calls a device -> our name for its kind; the first match counts.
 _DEVICE_NAMES = (
     (r"H100.*PCIe", "H100-PCIe"),
@@ -68,6 +69,7 @@ class ClusterSpec:
       intra_node_bandwidth, inter_node_bandwidth    bytes per second, device and direction
       intra_node_latency, inter_node_latency        seconds per step of a collective
       cores                CPU cores that the ranks of a node share, where they are fewer than the ranks
+      overlap              part of compute behind which communication hides, 0 to 1
 
     ``str(cluster)`` is the notation of the first line of this module, and reads back as an equal cluster.
 
@@ -87,6 +89,7 @@ class ClusterSpec:
     inter_node_bandwidth: float | None
     inter_node_latency: float | None
     cores: int | None
+    overlap: float | None
 
     def __init__(
         self,
@@ -104,6 +107,7 @@ class ClusterSpec:
         inter_node_bandwidth: float | None = None,
         inter_node_latency: float | None = None,
         cores: int | None = None,
+        overlap: float | None = None,
     ) -> None:
         given: dict[str, object] = {
             "nodes": nodes,
@@ -118,6 +122,7 @@ class ClusterSpec:
             "inter_node_bandwidth": inter_node_bandwidth,
             "inter_node_latency": inter_node_latency,
             "cores": cores,
+            "overlap": overlap,
         }
         values: dict[str, object] = (
             {"nodes": 1, "devices_per_node": 1, "device": "cpu"} if spec is None else _parse(spec)
@@ -275,6 +280,8 @@ def _checked(name: str, value: object, where: object) -> object:
         )
     if value < 0 or (value == 0 and name not in _MAY_BE_ZERO):  # type: ignore[operator]
         raise PlanError(f"{name} must be positive", where=where, expected="> 0", got=value)
+    if name == "overlap" and value > 1:  # type: ignore[operator]
+        raise PlanError("overlap is a part of compute", where=where, expected="from 0 to 1", got=value)
     return int(value) if whole else float(value)  # type: ignore[call-overload, arg-type]
 
 

@@ -37,6 +37,7 @@ class Device:
     fresh_above        a new tensor of more bytes than this is new memory from the operating system (inf: allocations
                        are reused whatever their size, as by CUDA's caching allocator)
     fresh_bandwidth    bytes per second at which such memory is made available
+    overlap            part of compute behind which communication in the background hides, 0 to 1
     """
 
     name: str
@@ -51,6 +52,7 @@ class Device:
     memory_efficiency: float = 1.0
     fresh_above: float = math.inf
     fresh_bandwidth: float = math.inf
+    overlap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,6 +362,8 @@ def device(cluster: ClusterSpec) -> Device:
         result = replace(result, peak_flops=peaks, gemm_efficiency=1.0, gemm_half_size=0.0)
     if cluster.launch_overhead is not None:
         result = replace(result, launch_overhead=cluster.launch_overhead)
+    if cluster.overlap is not None:
+        result = replace(result, overlap=cluster.overlap)
     share = crowding(cluster)
     if share > 1:
         result = replace(

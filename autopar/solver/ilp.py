@@ -34,15 +34,13 @@ def solve(
     memory_limit: float | None = None,
     time_limit: float = 60,
     gap: float = 0.01,
-    overlap: float | None = None,
     model_name: str = "",
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """The fastest plan found; ``plan.solver`` says how near to the best it is proven to be.
 
     mesh, or search.mesh: the mesh; without either every shape of the cluster is considered.  memory_limit: bytes per
-    rank.  gap: relative distance from the bound at which the search may stop.  overlap: part of compute behind which
-    communication of weights hides; None takes the device's.
+    rank.  gap: relative distance from the bound at which the search may stop.
 
     Raises PlanError for options that mean nothing, InfeasiblePlan where nothing fits.
     """
@@ -66,7 +64,6 @@ def solve(
         optimizer=optimizer,
         precision=precision,
         limit=limit_of(cluster, memory_limit),
-        overlap=overlap,
         zero=search.zero,
         gap=gap,
         deadline=started + time_limit,

@@ -11,7 +11,8 @@ in milliseconds and gigabytes for a large model: a solver's absolute tolerances 
   use and once more for its backward pass.  Backward: the gradient of each use -> accumulated, each microbatch;
   accumulated -> stored, once a step.  Every stage of ZeRO is a choice of stored, held and accumulated.
 - Saved activations: one column per (value, layout), at least each user's choice, so that shared ones count once.
-- Communication of weights hides behind compute: exposed >= communication - overlap * compute, per block and direction.
+- Gradients that are reduced once a step hide behind the backward pass: exposed >= communication - overlap * compute,
+  per block.  It is what the runtime hides; nothing else overlaps there.
 
 Repeated blocks are one representative with a multiplicity.
 """
@@ -28,9 +29,6 @@ from autopar.solver.milp import INF, Model, Problem
 from autopar.solver.prices import full_states, gradient_states, saved_inputs, saved_outputs
 from autopar.solver.space import Flow, Space, Weight, is_full
 from autopar.solver.storage import is_plain
-
-FORWARD, BACKWARD = "forward", "backward"
-
 
 # Added to every conversion, to storing in strided cuts, and once more to reducing a gradient at each use where once a
 # step costs the same; an objective is at least a hundred, so that all of it is far below any gap.
@@ -60,7 +58,7 @@ class _Builder:
     held: dict[str, dict[Layout, int]] = field(default_factory=dict)
     accumulated: dict[str, dict[Layout, int]] = field(default_factory=dict)
     bytes: list[tuple[int, float]] = field(default_factory=list)
-    hiding: dict[tuple[int, str], list[tuple[int, float]]] = field(default_factory=dict)
+    hiding: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
 
 
 def formulate(
@@ -165,24 +163,21 @@ def _weight(b: _Builder, weight: Weight, zero: int | None) -> None:
     held = {layout: model.binary() for layout in forward.layouts}
     model.row(1.0, 1.0, ((c, 1.0) for c in stored.values()))
     b.stored[name], b.held[name] = stored, held
-    block = hiding_block(space, weight)
 
     rows = [model.row(0.0, 0.0) for _ in forward.layouts]
     for layout, column in stored.items():
         model.add(rows[forward.index[layout]], column, 1.0)
     for layout, column in held.items():
         model.add(rows[forward.index[layout]], column, -1.0)
-    _arcs(b, rows, forward, count, block, {FORWARD: 1.0})
+    _arcs(b, rows, forward, count, 1)
     for use, need in zip(weight.edge.uses, weight.needs, strict=True):
         rows = [model.row(0.0, 0.0) for _ in forward.layouts]
         for layout, column in held.items():
             model.add(rows[forward.index[layout]], column, 1.0)
         for layout, column in zip(need, b.strategy[use.op], strict=True):
             model.add(rows[forward.index[full_states(layout)]], column, -1.0)
-        times = {FORWARD: float(m * use.count)}
-        if weight.backward is not None:  # gathered weights are dropped after forward
-            times[BACKWARD] = float(m * use.count)
-        _arcs(b, rows, forward, count, block, times)
+        again = 1 if backward is None else 2  # gathered weights are dropped after forward
+        _arcs(b, rows, forward, count, again * m * use.count)
     if backward is not None:
         accumulated = {layout: model.binary() for layout in backward.layouts}
         b.accumulated[name] = accumulated
@@ -192,13 +187,13 @@ def _weight(b: _Builder, weight: Weight, zero: int | None) -> None:
                 model.add(rows[backward.index[gradient_states(layout)]], column, 1.0)
             for layout, column in accumulated.items():
                 model.add(rows[backward.index[layout]], column, -1.0)
-            _arcs(b, rows, backward, count, block, {BACKWARD: float(m * use.count)}, extra=_TIE)
+            _arcs(b, rows, backward, count, m * use.count, extra=_TIE)
         rows = [model.row(0.0, 0.0) for _ in backward.layouts]
         for layout, column in accumulated.items():
             model.add(rows[backward.index[layout]], column, 1.0)
         for layout, column in stored.items():
             model.add(rows[backward.index[layout]], column, -1.0)
-        _arcs(b, rows, backward, count, block, {BACKWARD: 1.0})
+        _arcs(b, rows, backward, count, 1, block=_hiding_block(space, weight))
     if zero is not None:
         _stage(b, weight, zero)
     if b.memory:
@@ -210,34 +205,33 @@ def _arcs(
     rows: Sequence[int],
     grid: Lattice,
     count: int,
-    block: int | None,
-    times: dict[str, float],
+    times: int,
+    *,
     extra: float = 0.0,
+    block: int | None = None,
 ) -> None:
-    """Arcs that are run ``times`` in each direction of a step, for ``count`` alike weights."""
-    total = sum(times.values())
+    """Arcs that are run ``times`` a step, for ``count`` alike weights; those of a ``block`` may hide behind it."""
     hidden = block is not None and b.space.prices.overlap > 0
-    costs = [(0.0 if hidden else c * total * count * b.second) + _TIE + (extra if c else 0.0) for c in grid.costs]
+    costs = [(0.0 if hidden else c * times * count * b.second) + _TIE + (extra if c else 0.0) for c in grid.costs]
     first = b.model.flow(rows, grid.tails, grid.heads, costs)
     if hidden and block is not None:
-        for direction, often in times.items():
-            row = b.hiding.setdefault((block, direction), [])
-            row += [(first + k, -c * often * b.second) for k, c in enumerate(grid.costs) if c]
+        row = b.hiding.setdefault(block, [])
+        row += [(first + k, -c * times * b.second) for k, c in enumerate(grid.costs) if c]
 
 
-def hiding_block(space: Space, weight: Weight) -> int | None:
-    """The segment whose compute hides a weight's communication; None where not every such segment has its own."""
+def _hiding_block(space: Space, weight: Weight) -> int | None:
+    """The segment whose backward pass hides a weight's reduction; None where not every such segment has its own."""
     segment = space.folding.segments[weight.edge.uses[0].op]
     return segment if space.folding.kinds.count(segment) == weight.edge.count else None
 
 
 def _hidden(b: _Builder) -> None:
     space = b.space
-    for (block, direction), entries in sorted(b.hiding.items()):
+    for block, entries in sorted(b.hiding.items()):
         exposed = b.model.column(float(space.folding.kinds.count(block)))
         factor = space.prices.overlap * space.prices.microbatches * b.second
         compute = [
-            (column, factor * (price.forward if direction == FORWARD else price.backward))
+            (column, factor * price.backward)
             for op in space.ops
             if space.folding.segments[op.name] == block
             for column, price in zip(b.strategy[op.name], space.costs[op.name], strict=True)

@@ -1,67 +1,82 @@
 """The cost of a finished plan, added up from what it says: over the whole program, not over representatives.
 
-This is another way to the figure that the integer program minimises; a test holds that both agree.
+This is another way to the figure that the integer program minimises; tests hold that both agree.  What the plan
+predicts is the simulation of that step (`schedule`), which knows behind what each reduction of gradients can hide; the
+integer program only knows the block.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from autopar.cost_model.timeline import Timeline, simulate
 from autopar.errors import PlanError
 from autopar.layout import I, Layout, Move, R, dual, parse_layout
 from autopar.passes.fold import Expanded, Folding, edges, expand, must_be_whole
 from autopar.plan import ParameterDecision, Plan, Predicted, find_path, parse_move
 from autopar.rules.analysis import Analysis, Bound, Operation, Value
 from autopar.rules.derive import Strategy, apply, parse_choice
-from autopar.solver.model import BACKWARD, FORWARD
 from autopar.solver.prices import Prices, saved_inputs, saved_outputs
+from autopar.solver.schedule import Schedule
 
 
-def price(plan: Plan, bound: Bound, analysis: Analysis, folding: Folding, prices: Prices) -> Predicted:
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """What a plan costs.  objective: seconds as the integer program counts them."""
+
+    predicted: Predicted
+    objective: float
+    timeline: Timeline
+
+
+def price(plan: Plan, bound: Bound, analysis: Analysis, folding: Folding, prices: Prices) -> Priced:
     """Seconds of a step, and bytes on the fullest rank.  Raises PlanError where the plan leaves a gap."""
     expanded = expand(plan, bound, analysis, folding)
     axes, m = tuple(plan.mesh), prices.microbatches
     strategies = {op.name: _strategy(op, expanded, prices) for op in analysis.operations}
     values = analysis.values
-    compute: dict[tuple[int, str], float] = defaultdict(float)
+    backward: dict[int, float] = defaultdict(float)
     breakdown: dict[str, float] = defaultdict(float)
-    sent = exposed = transient = 0.0
+    sent = transient = 0.0
+    schedule, costs = Schedule(m), {}
     for op in analysis.operations:
         cost = prices.op(op, strategies[op.name], [values[v] for v in op.inputs], [values[v] for v in op.outputs])
-        segment = folding.segments[op.name]
-        compute[segment, FORWARD] += cost.forward * m
-        compute[segment, BACKWARD] += cost.backward * m
+        costs[op.name] = cost
+        backward[folding.segments[op.name]] += cost.backward * m
         breakdown["forward"] += cost.forward * m
         breakdown["backward"] += cost.backward * m
         breakdown["inside ops"] += cost.communication * m
-        exposed += cost.communication * m
         sent += cost.sent * m
         transient = max(transient, cost.transient)
-    activations, activation_bytes, saved = _activations(analysis, expanded, strategies, prices, axes)
+    activations, activation_bytes, saved = _activations(analysis, expanded, strategies, prices, axes, schedule)
     breakdown["activations"] = activations
-    weights = _Weights(analysis, folding, expanded, strategies, prices, axes)
+    weights = _Weights(analysis, folding, expanded, strategies, prices, axes, schedule)
     for name in weights.uses:
         weights.add(name)
-    hidden, open_ = weights.exposed(compute)
-    breakdown["weights"] = open_
+    breakdown["optimizer"] = schedule.update
+    timeline = simulate(schedule.tasks([op.name for op in analysis.operations], costs), prices.overlap)
+    work = breakdown["forward"] + breakdown["backward"] + schedule.update
+    held_up = breakdown["inside ops"] + activations + weights.open
+    hidden = work + held_up + weights.background - timeline.seconds
+    hidden = hidden if hidden > 1e-9 * timeline.seconds else 0.0  # else rounding
+    breakdown["weights"] = weights.open + weights.background - hidden
     breakdown["weights hidden"] = hidden
-    breakdown["optimizer"] = weights.update
-    work = breakdown["forward"] + breakdown["backward"] + weights.update
-    exposed += activations + open_
     given = sum(v.nbytes for v in values.values() if v.kind in ("input", "buffer", "constant"))
     breakdown["memory: weights"] = weights.memory
     breakdown["memory: activations"] = saved
     breakdown["memory: transient"] = transient
     breakdown["memory: inputs"] = float(given)
-    return Predicted(
-        step_time=work + exposed,
+    predicted = Predicted(
+        step_time=timeline.seconds,
         compute_time=work,
-        exposed_comm_time=exposed,
+        exposed_comm_time=timeline.seconds - work,
         peak_memory=weights.memory + saved + transient + given,
         comm_bytes=sent + activation_bytes + weights.sent,
         breakdown=dict(breakdown),
     )
+    return Priced(predicted, work + held_up + weights.exposed(backward), timeline)
 
 
 def _strategy(op: Operation, expanded: Expanded, prices: Prices) -> Strategy:
@@ -99,12 +114,13 @@ def _activations(
     strategies: dict[str, Strategy],
     prices: Prices,
     axes: tuple[str, ...],
+    schedule: Schedule,
 ) -> tuple[float, float, float]:
     """Seconds and bytes of conversions, and bytes of what is saved for backward."""
     whole = (I,) * len(axes)
     start: dict[str, Layout] = {}
     kept: dict[str, dict[Layout, None]] = defaultdict(dict)
-    needs: dict[str, dict[Layout, None]] = defaultdict(dict)
+    needs: dict[str, dict[Layout, str]] = defaultdict(dict)  # by layout, the op that needs it first
     for op in analysis.operations:
         strategy = strategies[op.name]
         for k, v in enumerate(op.outputs):
@@ -115,20 +131,26 @@ def _activations(
             root, layout = analysis.root(v), analysis.to_root(v, strategy.ins[i])
             if layout is None:
                 raise PlanError("a view cannot show the layout that its user needs", where=f"{op.name}, input {v}")
-            needs[root][layout] = None
+            needs[root].setdefault(layout, op.name)
             if i in saved_inputs(op):
                 kept[root][layout] = None
+    last = analysis.operations[-1].name
     for root in must_be_whole(analysis):
-        needs[root][whole] = None
+        needs[root].setdefault(whole, last)
     seconds = sent = saved = 0.0
     for root, layouts in needs.items():
         value = analysis.values[root]
         if value.kind == "parameter":
             continue
         moves = _moves(expanded.moves.get(root, ()), axes, value)
-        used = dict.fromkeys(m for goal in layouts for m in _path(moves, start.get(root, whole), goal, root))
-        for move in used:
+        used: dict[Move, str] = {}
+        for goal, op_name in layouts.items():
+            for move in _path(moves, start.get(root, whole), goal, root):
+                used.setdefault(move, op_name)
+        for move, op_name in used.items():
             cost = prices.move(value, move.layout, move.axis, move.target)
+            schedule.forward[op_name] += cost.forward
+            schedule.backward[op_name] += cost.backward
             seconds += cost.seconds * prices.microbatches
             sent += cost.sent * prices.microbatches
     for root, layouts in kept.items():
@@ -138,7 +160,10 @@ def _activations(
 
 
 class _Weights:
-    """Sums over weights: seconds by (segment, direction), bytes sent, bytes held, seconds of the optimizer."""
+    """Sums over weights.
+
+    open: seconds that ops wait for.  background: seconds of what is reduced once a step.  sent, memory: bytes.
+    """
 
     def __init__(
         self,
@@ -148,10 +173,12 @@ class _Weights:
         strategies: dict[str, Strategy],
         prices: Prices,
         axes: tuple[str, ...],
+        schedule: Schedule,
     ):
         self.analysis, self.expanded, self.prices, self.axes = analysis, expanded, prices, axes
-        self.memory = self.sent = self.update = self.open = 0.0
-        self.hiding: dict[tuple[int, str], float] = defaultdict(float)
+        self.schedule = schedule
+        self.memory = self.sent = self.open = self.background = 0.0
+        self.hiding: dict[int | None, float] = defaultdict(float)  # of the background, by segment
         self.uses: dict[str, list[tuple[str, Layout]]] = defaultdict(list)
         for op in analysis.operations:
             for v, layout in zip(op.inputs, strategies[op.name].ins, strict=True):
@@ -168,7 +195,7 @@ class _Weights:
             self.segment[name] = segment if shared else None
 
     def add(self, name: str) -> None:
-        value, prices, m = self.analysis.values[name], self.prices, self.prices.microbatches
+        value, schedule = self.analysis.values[name], self.schedule
         original = self.analysis.program.parameters[name].name
         decision = self.expanded.parameters.get(original)
         if decision is None:
@@ -176,45 +203,47 @@ class _Weights:
         stored, held, accumulated = (
             parse_layout(t, self.axes, value.shape) for t in (decision.stored, decision.held, decision.accumulated)
         )
-        self._pay(name, FORWARD, self._moves("gather", decision, value), stored, held, 1.0, gradient=False)
-        for _, layout in self.uses[name]:
+        m = self.prices.microbatches
+        gather = self._seconds(name, self._moves("gather", decision, value), stored, held, 1, gradient=False)
+        schedule.gather += gather
+        self.open += gather
+        for op, layout in self.uses[name]:
             goal = tuple(I if s == R else s for s in layout)
             use, reduce = self._moves("use", decision, value), self._moves("reduce", decision, value)
-            self._pay(name, FORWARD, use, held, goal, m, gradient=False)
+            again = 2 if value.differentiable else 1  # gathered weights are dropped after forward
+            gathered = self._seconds(name, use, held, goal, again * m, gradient=False)
+            schedule.forward[op] += gathered
+            self.open += again * m * gathered
             if value.differentiable:
-                self._pay(name, BACKWARD, use, held, goal, m, gradient=False)
-                self._pay(name, BACKWARD, reduce, tuple(dual(s) for s in layout), accumulated, m, gradient=True)
+                produced = tuple(dual(s) for s in layout)
+                reduced = self._seconds(name, reduce, produced, accumulated, m, gradient=True)
+                schedule.backward[op] += gathered + reduced
+                self.open += m * reduced
         if value.differentiable:
-            self._pay(name, BACKWARD, self._moves("final", decision, value), accumulated, stored, 1.0, gradient=True)
-        self.update += prices.update(value, stored)
-        self.memory += prices.weight_memory(value, stored, held, accumulated)
+            final = self._moves("final", decision, value)
+            reduced = self._seconds(name, final, accumulated, stored, 1, gradient=True)
+            self.hiding[self.segment[name]] += reduced
+            self.background += reduced
+            first = self.uses[name][0][0]  # in backward the last to hand over its gradient
+            schedule.reductions.append((first, self.prices.nbytes(value, accumulated), reduced))
+        schedule.update += self.prices.update(value, stored)
+        self.memory += self.prices.weight_memory(value, stored, held, accumulated)
 
     def _moves(self, field: str, decision: ParameterDecision, value: Value) -> tuple[Move, ...]:
         return _moves(getattr(decision, field), self.axes, value)
 
-    def _pay(
-        self,
-        name: str,
-        direction: str,
-        moves: tuple[Move, ...],
-        start: Layout,
-        goal: Layout,
-        times: float,
-        *,
-        gradient: bool,
-    ) -> None:
-        value, segment = self.analysis.values[name], self.segment[name]
+    def _seconds(
+        self, name: str, moves: tuple[Move, ...], start: Layout, goal: Layout, times: int, *, gradient: bool
+    ) -> float:
+        """Of one run of the moves; the bytes of ``times`` runs are counted."""
+        value, seconds = self.analysis.values[name], 0.0
         for move in _path(moves, start, goal, name):
             cost = self.prices.weight_move(value, move.layout, move.axis, move.target, gradient=gradient)
             self.sent += cost.sent * times
-            if segment is None:
-                self.open += cost.seconds * times
-            else:
-                self.hiding[segment, direction] += cost.seconds * times
+            seconds += cost.seconds
+        return seconds
 
-    def exposed(self, compute: dict[tuple[int, str], float]) -> tuple[float, float]:
-        """Seconds that hide behind the compute of their segment, and seconds that do not."""
-        total = self.open + sum(self.hiding.values())
+    def exposed(self, backward: dict[int, float]) -> float:
+        """Seconds of the background that do not hide behind the backward pass of their own segment."""
         cover = self.prices.overlap
-        shown = self.open + sum(max(0.0, s - cover * compute[key]) for key, s in self.hiding.items())
-        return total - shown, shown
+        return sum(s if k is None else max(0.0, s - cover * backward[k]) for k, s in self.hiding.items())

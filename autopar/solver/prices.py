@@ -24,10 +24,6 @@ from autopar.rules.analysis import Operation, Value
 from autopar.rules.derive import Choice, Strategy, algorithm_of, factor_size, local_flops
 from autopar.rules.notation import Rule
 
-# Part of compute behind which the communication of weights is taken to hide, where a caller does not say.  None of it
-# on a CPU, where gloo's threads compete with the rank that computes; of GPUs nothing has been measured yet.
-DEFAULT_OVERLAP = 0.0
-
 # An algorithm that combines parts of statistics (softmax, normalisation) reduces one number per row this many times.
 _STATISTICS_FORWARD, _STATISTICS_BACKWARD = 2, 1
 
@@ -82,8 +78,7 @@ class MovePrice(NamedTuple):
 class Prices:
     """Figures of one mesh on one cluster, for one optimizer and precision.
 
-    overlap: part of compute behind which parameter communication hides.  microbatches: how often a step repeats its
-    forward and backward pass; ops and values are those of one microbatch.
+    microbatches: how often a step repeats its forward and backward pass; ops and values are those of one microbatch.
     """
 
     sizes: tuple[int, ...]
@@ -91,10 +86,14 @@ class Prices:
     device: Device
     optimizer: str
     precision: str
-    overlap: float = 0.0
     microbatches: int = 1
     _numel: dict[tuple[Shape, Layout], int] = field(default_factory=dict, repr=False, compare=False)
     _seconds: dict[tuple[str, float, int], float] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def overlap(self) -> float:
+        """Part of compute behind which communication in the background hides."""
+        return self.device.overlap
 
     # ---------------------------------------------------------------------------------------- sizes
 
@@ -271,14 +270,12 @@ def prices(
     *,
     optimizer: str = "adamw",
     precision: str = "fp32",
-    overlap: float | None = None,
     microbatches: int = 1,
 ) -> Prices:
     """The figures for a mesh of ``sizes``.  Raises PlanError for an unknown optimizer, precision or kind of device."""
     parameter_bytes(optimizer, precision)  # refuses unknown names
-    overlap = DEFAULT_OVERLAP if overlap is None else overlap
     links = axis_links(cluster, sizes)
-    return Prices(tuple(sizes), links, device(cluster), optimizer, precision, overlap, microbatches)
+    return Prices(tuple(sizes), links, device(cluster), optimizer, precision, microbatches)
 
 
 def is_gemm(op: Operation) -> bool:

@@ -22,7 +22,7 @@ from autopar.rules.registry import rules_fingerprint
 from autopar.solver import milp
 from autopar.solver.baseline import baselines
 from autopar.solver.decisions import Decisions, read, write
-from autopar.solver.model import formulate, lower_bound
+from autopar.solver.model import Columns, formulate, lower_bound
 from autopar.solver.price import price
 from autopar.solver.prices import Prices, prices
 from autopar.solver.report import why_not
@@ -30,7 +30,12 @@ from autopar.solver.space import Keep, KeepChoice, Space, build, every_choice, e
 
 Progress = Callable[[str], None]
 
-_COMPARED = ("data parallel", "data parallel, ZeRO-3", "everything on every rank")  # baselines that a plan speaks of
+# baselines that a plan speaks of, and how: "plain", for a plan of mixed kinds can be called data parallel too
+_COMPARED = {
+    "data parallel": "plain data parallel",
+    "data parallel, ZeRO-3": "plain data parallel, ZeRO-3",
+    "everything on every rank": "everything on every rank",
+}
 _MIN_SECONDS = 0.02  # with less time than this left no program is begun
 _SLACK = 1e-6  # of the memory limit, for the solver's own tolerance
 
@@ -50,7 +55,6 @@ class Task:
     optimizer: str = "adamw"
     precision: str = "fp32"
     limit: float = math.inf
-    overlap: float | None = None
     microbatches: int = 1
     zero: int | None = None
     gap: float = 0.01
@@ -62,11 +66,12 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan with its decisions; ``name`` says where it comes from."""
+    """A plan with its decisions; ``name`` says where it comes from.  objective: seconds, as the program counts them."""
 
     name: str
     plan: Plan
     decisions: Decisions
+    objective: float
 
 
 def figures(task: Task, sizes: Sequence[int]) -> Prices:
@@ -75,7 +80,6 @@ def figures(task: Task, sizes: Sequence[int]) -> Prices:
         sizes,
         optimizer=task.optimizer if task.bound.program.loss is not None else "none",
         precision=task.precision,
-        overlap=task.overlap,
         microbatches=task.microbatches,
     )
 
@@ -103,15 +107,21 @@ def candidate(task: Task, space: Space, name: str, decisions: Decisions) -> Cand
         weights,
         blocks=task.folding.blocks,
     )
-    predicted = price(plan, task.bound, space.analysis, task.folding, space.prices)
-    return Candidate(name, msgspec.structs.replace(plan, predicted=predicted), decisions)
+    priced = price(plan, task.bound, space.analysis, task.folding, space.prices)
+    return Candidate(name, msgspec.structs.replace(plan, predicted=priced.predicted), decisions, priced.objective)
+
+
+def _solved(task: Task, space: Space, columns: Columns, outcome: milp.Outcome) -> Candidate:
+    """The plan that an outcome of the program says."""
+    assert outcome.values is not None
+    return candidate(task, space, "solver", read(space, columns, outcome.values))
 
 
 def best_baseline(task: Task, space: Space) -> tuple[Candidate | None, dict[str, Candidate]]:
     """The fastest baseline that fits, and all of them by name."""
     found = {name: candidate(task, space, name, d) for name, d in baselines(space, task.zero)}
     fitting = [c for c in found.values() if c.plan.predicted.peak_memory <= task.limit]
-    return min(fitting, key=lambda c: c.plan.predicted.step_time, default=None), found
+    return min(fitting, key=lambda c: c.objective, default=None), found
 
 
 def solve_stage(task: Task, space: Space, started: float, cutoff: float = math.inf) -> Plan | float:
@@ -128,7 +138,7 @@ def solve_stage(task: Task, space: Space, started: float, cutoff: float = math.i
     if cutoff == math.inf:
         best, known = best_baseline(task, space)
         if best is not None:
-            report(f"{space.mesh}: {best.name} {best.plan.predicted.step_time * 1e3:.4g} ms, bound {floor * 1e3:.4g}")
+            report(f"{space.mesh}: {best.name} {best.objective * 1e3:.4g} ms, bound {floor * 1e3:.4g}")
     remaining = task.deadline - time.perf_counter()
     if remaining < _MIN_SECONDS:
         return _finish(task, space, best, known, "time_limit", floor, started)
@@ -142,11 +152,11 @@ def solve_stage(task: Task, space: Space, started: float, cutoff: float = math.i
     report(f"{space.mesh}: bound {bound * 1e3:.4g} ms")
     if bound >= cutoff:
         return bound
-    rounded = candidate(task, space, "solver", read(space, columns, relaxed.values))
+    rounded = _solved(task, space, columns, relaxed)
     integral = milp.is_integral(problem, relaxed.values)
     if rounded.plan.predicted.peak_memory <= task.limit and (integral or task.zero is None):
         best = _faster(best, rounded)
-    if integral and best is not None and best.plan.predicted.step_time * (1 - task.gap) <= bound:
+    if integral and best is not None and best.objective * (1 - task.gap) <= bound:
         return _finish(task, space, best, known, "optimal", bound, started)
     problem, columns = formulate(space, limit=task.limit, zero=task.zero)
     outcome = milp.solve(
@@ -159,7 +169,7 @@ def solve_stage(task: Task, space: Space, started: float, cutoff: float = math.i
         raise _infeasible(task, space)
     bound = max(bound, outcome.bound / columns.second)
     if outcome.values is not None:
-        found = candidate(task, space, "solver", read(space, columns, outcome.values))
+        found = _solved(task, space, columns, outcome)
         if found.plan.predicted.peak_memory <= task.limit * (1 + _SLACK):
             best = _faster(best, found)
     status = "optimal" if outcome.status == "optimal" else "time_limit"
@@ -167,7 +177,7 @@ def solve_stage(task: Task, space: Space, started: float, cutoff: float = math.i
 
 
 def _faster(a: Candidate | None, b: Candidate) -> Candidate:
-    return b if a is None or b.plan.predicted.step_time <= a.plan.predicted.step_time else a
+    return b if a is None or b.objective <= a.objective else a
 
 
 def _finish(
@@ -181,14 +191,14 @@ def _finish(
 ) -> Plan:
     if best is None:
         best = _smallest(task, space)
-    objective = best.plan.predicted.step_time
+    objective = best.objective
     bound = min(bound, objective)
     gap = (objective - bound) / objective if objective else 0.0
     seconds = time.perf_counter() - started
     notes = tuple(
-        why_not(name, known[name].plan, best.plan, task.limit)
-        for name in _COMPARED
-        if name in known and name != best.name
+        why_not(spoken, known[name].plan, best.plan, task.limit)
+        for name, spoken in _COMPARED.items()
+        if name in known and known[name].plan.id != best.plan.id
     )
     plan = msgspec.structs.replace(best.plan, solver=Solver(status, objective, bound, gap, seconds), notes=notes)
     if task.progress:
