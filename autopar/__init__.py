@@ -3,6 +3,7 @@
 from autopar.api import parallelize, plan, random_plan
 from autopar.cluster import ClusterSpec
 from autopar.plan import Plan
+from autopar.profiling import profile
 from autopar.runtime.engine import Engine
 from autopar.runtime.module import ParallelModule
 from autopar.solver.search import Search
@@ -18,5 +19,6 @@ __all__ = [
     "__version__",
     "parallelize",
     "plan",
+    "profile",
     "random_plan",
 ]

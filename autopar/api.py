@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar import capture as capturing
 from autopar.cluster import ClusterSpec
+from autopar.cost_model.profiler import Profile
 from autopar.errors import AutoparError, PlanError, RuntimeMismatch
 from autopar.layout import Mesh
 from autopar.passes.constants import run_prelude
@@ -42,6 +43,7 @@ def plan(
     search: Search | None = None,
     pins: Mapping[str, str] | None = None,
     time_limit: float = 60,
+    profile: Profile | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """The fastest plan found for training ``model`` on ``cluster``.
@@ -49,6 +51,7 @@ def plan(
     example_inputs: one *global* batch; a dict is keyword arguments, a tuple positional ones.  loss_fn(outputs, batch)
     returns the scalar loss; without one ``outputs.loss`` is taken, and without that the plan is for inference.
     memory_limit: bytes per device.  pins: {glob of parameter or module names: layout}.  time_limit: seconds.
+    profile: what `autopar.profile` measured, which goes before the catalogue's figures.
 
     Raises CaptureError, RuleError, PlanError, InfeasiblePlan.
     """
@@ -63,6 +66,7 @@ def plan(
         precision=precision,
         memory_limit=memory_limit,
         time_limit=time_limit,
+        profile=profile,
         model_name=type(model).__name__,
         progress=progress,
     )

@@ -1,4 +1,4 @@
-"""The command line: `autopar plan`, `autopar explain`, `autopar doctor`.
+"""The command line: `autopar plan`, `profile`, `explain`, `doctor`.
 
 A user's mistake is printed as the four parts of its error, and the exit code is 2; --debug shows the traceback too.
 """
@@ -73,6 +73,7 @@ def plan_command(
     seq: Annotated[
         int | None, typer.Option(help="Tokens per row of an hf: model; at most 1024 if left out.", min=1)
     ] = None,
+    profile: Annotated[Path | None, typer.Option(help="Figures that `autopar profile` measured.")] = None,
     debug: Debug = False,
 ) -> None:
     """Plan how to train MODEL on a cluster; print the plan and why, and write it to a file.
@@ -81,6 +82,7 @@ def plan_command(
     """
     with _errors_printed(debug):
         from autopar.api import plan as make_plan
+        from autopar.cost_model.profiler import Profile
         from autopar.progress import progress_line
         from autopar.solver.search import Search
 
@@ -91,6 +93,7 @@ def plan_command(
             raise PlanError("the plan cannot be written", where=output, expected="a folder that is there")
         with _stdout_kept_clean(), progress_line() as progress:
             loaded = load_model(model, batch, seq, precision)
+            measured = Profile.load(profile) if profile else None
             plan = make_plan(
                 loaded.model,
                 where,
@@ -101,11 +104,65 @@ def plan_command(
                 memory_limit=limit,
                 search=search,
                 time_limit=time_limit,
+                profile=measured,
                 progress=progress,
             )
         plan.save(output)
         typer.echo(plan.explain(), nl=False)
         typer.echo(f"written to {output}; run it by torchrun, on {plan.world_size} processes", err=True)
+
+
+@app.command("profile")
+def profile_command(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)],
+    cluster: Annotated[str, typer.Option("--cluster", "-c", help=_CLUSTER)],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Where the profile is kept; one that is there is added to.")
+    ] = Path("profile.json"),
+    mesh: Annotated[str, typer.Option(help="Only the local shapes of this mesh: dp=4,tp=2.")] = "",
+    time_limit: Annotated[float, typer.Option(help="Seconds for measuring ops.", min=0.0)] = 120.0,
+    batch: Annotated[int, typer.Option(help="Global batch of an hf: model.", min=1)] = 8,
+    seq: Annotated[
+        int | None, typer.Option(help="Tokens per row of an hf: model; at most 1024 if left out.", min=1)
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Measure on this machine what plans of MODEL would run, for `autopar plan --profile`.
+
+    On one process the ops at their local shapes. Under torchrun every rank measures at once, and the collectives too.
+    """
+    with _errors_printed(debug):
+        import torch.distributed as dist
+
+        from autopar.cost_model.profiler import Profile
+        from autopar.profiling import profile
+        from autopar.progress import progress_line
+        from autopar.solver.search import Search
+
+        where = parse_cluster(cluster)
+        search = Search(mesh=parse_mesh(mesh) if mesh else None)
+        known = Profile.load(output) if output.exists() else None
+        if "WORLD_SIZE" in os.environ:
+            dist.init_process_group()
+        with _stdout_kept_clean(), progress_line() as progress:
+            loaded = load_model(model, batch, seq, "fp32")
+            found = profile(
+                loaded.model,
+                where,
+                loaded.example_inputs,
+                loss_fn=loaded.loss_fn,
+                search=search,
+                known=known,
+                time_limit=time_limit,
+                progress=progress,
+            )
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            found.save(output)
+            hidden = "" if found.overlap is None else f", overlap {found.overlap:.2f}"
+            kinds = sum(len(of) for of in found.collectives.values())
+            typer.echo(f"{len(found.ops)} ops and {kinds} kinds of collectives{hidden}, written to {output}")
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 @app.command("explain")

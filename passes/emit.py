@@ -11,8 +11,9 @@ several ops need in one layout is converted once.
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,7 @@ from autopar.program import OutputName, call_arguments, is_tensor, module_path, 
 from autopar.rules.analysis import Operation, View
 from autopar.rules.derive import Strategy, algorithm_of, factor_size
 from autopar.rules.factors import relabel
+from autopar.rules.notation import Rule
 from autopar.runtime.collectives import Step, convert
 from autopar.runtime.kernels.parts import AxisCut, Part
 from autopar.runtime.parameters import use
@@ -227,7 +229,7 @@ class _Emitter:
         strategy = self.resolved.strategies[op.name]
         self.where = module_path(op.node)
         inputs = iter([self.get(v, lay) for v, lay in zip(op.inputs, strategy.ins, strict=True)])
-        overrides: dict[str, Any] = {name: self.sizes(op, strategy, dims) for name, dims in op.rule.size_args.items()}
+        overrides = local_sizes(op.rule.size_args, op.rule, strategy, self.mesh.sizes, self.at)
         for name, dims in op.rule.part_args.items():
             overrides[name] = [self.part(op, strategy, names) for names in dims]
         target: Any = op.node.target
@@ -238,7 +240,7 @@ class _Emitter:
         if op.rule.reshapes:
             node = self.reshape(next(inputs), op.outputs[0], strategy.outs[0])
         else:
-            args, kwargs = self.arguments(op.node, inputs, overrides)
+            args, kwargs = local_arguments(op.node, inputs, overrides, self.extra)
             node = self.call(target, args, kwargs)
         self.note(node, op.name, strategy.outs[0], place_of=op.node)
         if isinstance(op.node.meta["val"], torch.Tensor):
@@ -252,38 +254,6 @@ class _Emitter:
     def made(self, name: str, layout: Layout, node: fx.Node) -> None:
         self.made_in[name] = layout
         self.ready[name, layout] = node
-
-    def arguments(
-        self, node: fx.Node, inputs: Any, overrides: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call's arguments with local tensors and sizes; in the order in which the rule counts inputs."""
-
-        def swap(arg: Any) -> Any:
-            if is_tensor(arg):
-                return next(inputs)
-            if isinstance(arg, fx.Node):
-                return self.extra[arg.name]
-            if isinstance(arg, (list, tuple)) and not hasattr(arg, "_fields"):
-                return type(arg)(swap(a) for a in arg)
-            return arg
-
-        given = {k: overrides.get(k, swap(v)) for k, v in call_arguments(node).items()}
-        names = list(given)
-        positional = names[: len(node.args)]
-        kwargs = {k: v for k, v in given.items() if k not in positional}
-        kwargs.update({k: v for k, v in overrides.items() if k not in given})
-        return tuple(given[k] for k in positional), kwargs
-
-    def sizes(self, op: Operation, strategy: Strategy, dims: Any) -> Any:
-        def one(names: Sequence[str]) -> int:
-            out = 1
-            for f in names:
-                out *= factor_size(op.rule, strategy, f, self.mesh.sizes, self.at)
-            return out
-
-        if dims and isinstance(dims[0], str):
-            return one(dims)
-        return [one(names) for names in dims]
 
     def part(self, op: Operation, strategy: Strategy, names: Sequence[str]) -> Part:
         """What this rank holds of the dimension with these factors."""
@@ -320,6 +290,45 @@ class _Emitter:
         node.meta["shape"] = None if value is None else self.local(value.shape, layout)
         node.meta["where"] = module_path(place_of) if place_of is not None else self.where
         return node
+
+
+def local_arguments(
+    node: fx.Node, inputs: Iterator[Any], overrides: Mapping[str, Any], extra: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call's arguments with local tensors and sizes; ``inputs`` in the order in which the rule counts them.
+
+    extra: what stands for other nodes (``rng``), by name.
+    """
+
+    def swap(arg: Any) -> Any:
+        if is_tensor(arg):
+            return next(inputs)
+        if isinstance(arg, fx.Node):
+            return extra[arg.name]
+        if isinstance(arg, (list, tuple)) and not hasattr(arg, "_fields"):
+            return type(arg)(swap(a) for a in arg)
+        return arg
+
+    given = {k: overrides.get(k, swap(v)) for k, v in call_arguments(node).items()}
+    names = list(given)
+    positional = names[: len(node.args)]
+    kwargs = {k: v for k, v in given.items() if k not in positional}
+    kwargs.update({k: v for k, v in overrides.items() if k not in given})
+    return tuple(given[k] for k in positional), kwargs
+
+
+def local_sizes(
+    arguments: Mapping[str, Any], rule: Rule, strategy: Strategy, mesh_sizes: Sequence[int], at: Sequence[int]
+) -> dict[str, Any]:
+    """``arguments``, given in factors, as sizes on the rank at coordinates ``at``."""
+
+    def one(names: Sequence[str]) -> int:
+        return math.prod(factor_size(rule, strategy, f, mesh_sizes, at) for f in names)
+
+    return {
+        name: one(dims) if dims and isinstance(dims[0], str) else [one(names) for names in dims]
+        for name, dims in arguments.items()
+    }
 
 
 def emit(resolved: Resolved, at: tuple[int, ...], outputs: bool) -> Emitted:

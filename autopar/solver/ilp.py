@@ -9,6 +9,8 @@ from functools import partial
 import msgspec
 
 from autopar.cluster import ClusterSpec
+from autopar.cost_model.hardware import device
+from autopar.cost_model.profiler import Profile
 from autopar.errors import PlanError
 from autopar.layout import Mesh
 from autopar.modes import describe
@@ -34,17 +36,21 @@ def solve(
     memory_limit: float | None = None,
     time_limit: float = 60,
     gap: float = 0.01,
+    profile: Profile | None = None,
     model_name: str = "",
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """The fastest plan found; ``plan.solver`` says how near to the best it is proven to be.
 
     mesh, or search.mesh: the mesh; without either every shape of the cluster is considered.  memory_limit: bytes per
-    rank.  gap: relative distance from the bound at which the search may stop.
+    rank.  gap: relative distance from the bound at which the search may stop.  profile: what was measured, which
+    goes before the catalogue's figures.
 
     Raises PlanError for options that mean nothing, InfeasiblePlan where nothing fits.
     """
     started = time.perf_counter()
+    if profile is not None:
+        profile.check(device(cluster).name)
     search = search or Search()
     search.check()
     meshes = (mesh,) if mesh is not None else search.meshes(cluster.world_size)
@@ -64,6 +70,7 @@ def solve(
         optimizer=optimizer,
         precision=precision,
         limit=limit_of(cluster, memory_limit),
+        profile=profile,
         zero=search.zero,
         gap=gap,
         deadline=started + time_limit,

@@ -138,13 +138,13 @@ def _activations(
     for root in must_be_whole(analysis):
         needs[root].setdefault(whole, last)
     seconds = sent = saved = 0.0
-    for root, layouts in needs.items():
+    for root, needed in needs.items():
         value = analysis.values[root]
         if value.kind == "parameter":
             continue
         moves = _moves(expanded.moves.get(root, ()), axes, value)
         used: dict[Move, str] = {}
-        for goal, op_name in layouts.items():
+        for goal, op_name in needed.items():
             for move in _path(moves, start.get(root, whole), goal, root):
                 used.setdefault(move, op_name)
         for move, op_name in used.items():

@@ -18,7 +18,8 @@ from autopar.cost_model import collectives
 from autopar.cost_model.compute import ELEMENT_OPS, copy_seconds, op_seconds, optimizer_seconds
 from autopar.cost_model.hardware import Device, Link, axis_links, device
 from autopar.cost_model.memory import OPTIMIZERS, ParameterBytes, parameter_bytes
-from autopar.layout import I, Layout, P, R, S, Shape, State, conversion, dual, largest_local_numel
+from autopar.cost_model.profiler import Profile, op_key
+from autopar.layout import I, Layout, P, R, S, Shape, State, conversion, dual, largest_local_numel, local_shape
 from autopar.program import target_name
 from autopar.rules.analysis import Operation, Value
 from autopar.rules.derive import Choice, Strategy, algorithm_of, factor_size, local_flops
@@ -87,13 +88,15 @@ class Prices:
     optimizer: str
     precision: str
     microbatches: int = 1
+    profile: Profile | None = None
     _numel: dict[tuple[Shape, Layout], int] = field(default_factory=dict, repr=False, compare=False)
     _seconds: dict[tuple[str, float, int], float] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def overlap(self) -> float:
         """Part of compute behind which communication in the background hides."""
-        return self.device.overlap
+        measured = None if self.profile is None else self.profile.overlap
+        return self.device.overlap if measured is None else measured
 
     # ---------------------------------------------------------------------------------------- sizes
 
@@ -158,10 +161,16 @@ class Prices:
             largest_new=max(sizes_out),
         )
         has_backward = any(op.type.differentiable_outs)
+        backward = 2 * forward if has_backward else 0.0
+        measured = (
+            None if self.profile is None else self.profile.ops.get(local_key(op, strategy, ins, outs, self.sizes))
+        )
+        if measured is not None:
+            forward, backward = measured[0], measured[1] if has_backward else 0.0
         communication, sent = self._algorithm(op, strategy)
         return OpPrice(
             forward,
-            2 * forward if has_backward else 0.0,
+            backward,
             communication,
             sent,
             moved * (2 if has_backward else 1),
@@ -206,7 +215,9 @@ class Prices:
         key = (kind, nbytes, axis)
         known = self._seconds.get(key)
         if known is None:
-            known = collectives.seconds(kind, nbytes, self.sizes[axis], self.links[axis])
+            n = self.sizes[axis]
+            measured = None if self.profile is None else self.profile.collective(kind, nbytes, n)
+            known = collectives.seconds(kind, nbytes, n, self.links[axis]) if measured is None else measured
             self._seconds[key] = known
         return known
 
@@ -271,11 +282,28 @@ def prices(
     optimizer: str = "adamw",
     precision: str = "fp32",
     microbatches: int = 1,
+    profile: Profile | None = None,
 ) -> Prices:
-    """The figures for a mesh of ``sizes``.  Raises PlanError for an unknown optimizer, precision or kind of device."""
+    """The figures for a mesh of ``sizes``.
+
+    profile: what was measured, which goes before the catalogue.  Raises PlanError for an unknown optimizer, precision
+    or kind of device.
+    """
     parameter_bytes(optimizer, precision)  # refuses unknown names
     links = axis_links(cluster, sizes)
-    return Prices(tuple(sizes), links, device(cluster), optimizer, precision, microbatches)
+    return Prices(tuple(sizes), links, device(cluster), optimizer, precision, microbatches, profile)
+
+
+def local_key(
+    op: Operation, strategy: Strategy, ins: Sequence[Value], outs: Sequence[Value], sizes: Sequence[int]
+) -> str:
+    """The key under which a profile knows what the first rank runs of ``op``."""
+    first = (0,) * len(sizes)
+
+    def local(values: Sequence[Value], layouts: Sequence[Layout]) -> list[tuple[Shape, torch.dtype]]:
+        return [(local_shape(v.shape, s, sizes, first), v.dtype) for v, s in zip(values, layouts, strict=True)]
+
+    return op_key(target_name(op.node), local(ins, strategy.ins), local(outs, strategy.outs))
 
 
 def is_gemm(op: Operation) -> bool:

@@ -16,10 +16,9 @@ from autopar.plan import Plan, Solver
 from autopar.rules.analysis import Operation, contract
 from autopar.rules.derive import Choice
 from autopar.solver.model import lower_bound
-from autopar.solver.prices import prices
 from autopar.solver.report import why_not
 from autopar.solver.space import KeepChoice, Space
-from autopar.solver.stage import Task, solve_stage
+from autopar.solver.stage import Task, figures, solve_stage
 
 _NAMES = {1: ("d",), 2: ("dp", "tp"), 3: ("dp", "tp", "cp")}
 _MAX_AXES = 3
@@ -232,12 +231,14 @@ def _columns(task: Task, mesh: Mesh) -> int:
 
 def ideal_bound(task: Task) -> float:
     """Seconds that no plan on this cluster can beat, on any mesh: all work shared evenly, no communication."""
+    if task.profile is not None:
+        return 0.0  # a measured op may be faster than the roofline
     ranks = task.cluster.world_size
     analysis = contract(task.bound, (ranks,))
-    figures = prices(task.cluster, (ranks,), optimizer=task.optimizer, precision=task.precision)
+    known = figures(task, (ranks,))
     total = 0.0
     for op in analysis.operations:
         if not op.rule.view:
             ins, outs = ([analysis.values[v] for v in names] for names in (op.inputs, op.outputs))
-            total += figures.ideal(op, ins, outs, ranks)
+            total += known.ideal(op, ins, outs, ranks)
     return total * task.microbatches

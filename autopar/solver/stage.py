@@ -12,6 +12,7 @@ import msgspec
 from autopar.cluster import ClusterSpec
 from autopar.cost_model.hardware import device
 from autopar.cost_model.memory import usable_memory
+from autopar.cost_model.profiler import Profile
 from autopar.errors import InfeasiblePlan
 from autopar.layout import Mesh
 from autopar.passes.fold import Folding
@@ -55,6 +56,7 @@ class Task:
     optimizer: str = "adamw"
     precision: str = "fp32"
     limit: float = math.inf
+    profile: Profile | None = None
     microbatches: int = 1
     zero: int | None = None
     gap: float = 0.01
@@ -81,6 +83,7 @@ def figures(task: Task, sizes: Sequence[int]) -> Prices:
         optimizer=task.optimizer if task.bound.program.loss is not None else "none",
         precision=task.precision,
         microbatches=task.microbatches,
+        profile=task.profile,
     )
 
 

@@ -11,6 +11,7 @@ from models import MODELS
 from processes import Outcome, run_processes, values
 
 import autopar
+import autopar.profiling
 from autopar import api
 from autopar.cluster import ClusterSpec
 from autopar.plan import Plan
@@ -115,3 +116,21 @@ def smaller_world(rank: int) -> None:
 def test_every_rank_refuses_before_anything_runs(job: Callable[[int], None], says: str) -> None:
     outcomes: list[Outcome] = run_processes(job, 2)
     assert all("RuntimeMismatch" in o.error and says in o.error for o in outcomes)
+
+
+def profiled(rank: int) -> autopar.profiling.Profile:
+    case = MODELS["gpt2"]()
+    search = autopar.Search(mesh={"d": 2})
+    cluster = ClusterSpec("2xcpu")
+    return autopar.profile(case.model, cluster, case.batch, loss_fn=case.loss_fn, search=search, time_limit=1)
+
+
+def test_collectives_are_measured_alike_on_every_rank() -> None:
+    first, second = values(run_processes(profiled, 2))
+    assert first.collectives == second.collectives and first.overlap == second.overlap
+    assert set(first.collectives) == {"all-reduce", "all-gather", "reduce-scatter", "all-to-all"}
+    for kind, by_ranks in first.collectives.items():
+        times = by_ranks[2]
+        assert list(times) == list(autopar.profiling.SIZES)
+        assert times[2**24] > times[2**12] > 0, kind
+    assert 0 <= first.overlap <= 1
