@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.passes.rewrite import fake_mode_of, renamed
-from autopar.program import Program, args_of, gives_tensors, is_random, is_tensor
-from autopar.rules.registry import bindable
+from autopar.program import Program, args_of, gives_tensors, is_random, is_tensor, target_name
+from autopar.rules.registry import COMPOSED, bindable
 
 aten = torch.ops.aten
 
@@ -110,8 +110,8 @@ def _splice(program: Program, node: fx.Node, body: fx.Graph) -> None:
         for inner in body.nodes:
             if inner.op == "call_function":
                 env[inner] = graph.node_copy(inner, lambda n: env[n])
-                env[inner].meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
-                env[inner].meta["val"] = inner.meta["val"]
+                kept = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
+                env[inner].meta = {**kept, "val": inner.meta["val"], COMPOSED: target_name(node)}
     results = fx.node.map_arg(body.output_node().args[0], lambda n: env[n])
     if isinstance(node.meta["val"], Tensor):
         renamed(program, node, results)

@@ -27,6 +27,8 @@ _DEFINITIONS: dict[str, Definition] = {}
 _COMPUTED: dict[str, Callable[[fx.Node], Rule]] = {}
 _ALGORITHMS: dict[str, tuple[Algorithm, ...]] = {}
 
+COMPOSED = "composed"  # among what is noted of a node: the op of the model that torch makes of it and others
+
 
 def rule(
     op: str,
@@ -169,7 +171,7 @@ def rule_for(node: fx.Node) -> Rule:
     shapes = ", ".join(_letters(v) for v in node.all_input_nodes if is_tensor(v))
     out = _letters(node) if is_tensor(node) else "..."
     raise RuleError(
-        f"no rule for {name}",
+        f"no rule for {name}" + (f", of which {node.meta[COMPOSED]} is made" if COMPOSED in node.meta else ""),
         where=place(node),
         expected="a rule that says which dimensions may be split",
         got="none",
