@@ -67,7 +67,8 @@ def _even(node: fx.Node, size: int) -> fx.Node:
     shape = [shape_of(indices)[0] // size, size]
     bags = call(aten.view.default, indices, shape)
     rows = call(aten.embedding.default, weight, bags)
-    given, count = argument(node, "per_sample_weights"), size
+    given = argument(node, "per_sample_weights")
+    count: Any = size
     if given is not None:
         rows = call(aten.mul.Tensor, rows, call(aten.view.default, given, [*shape, 1]))
     if padding is not None and padding >= 0:  # such rows are left out, and not counted

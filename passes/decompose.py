@@ -112,7 +112,7 @@ def _splice(program: Program, node: fx.Node, body: fx.Graph) -> None:
                 env[inner] = graph.node_copy(inner, lambda n: env[n])
                 kept = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
                 env[inner].meta = {**kept, "val": inner.meta["val"], COMPOSED: target_name(node)}
-    results = fx.node.map_arg(body.output_node().args[0], lambda n: env[n])
+    results: Any = fx.node.map_arg(body.output_node().args[0], lambda n: env[n])
     if isinstance(node.meta["val"], Tensor):
         renamed(program, node, results)
     else:

@@ -172,7 +172,9 @@ def _aligned(x: Shape, index: Shape, d: int) -> tuple[Dims, Dims, dict[str, int]
     Where index has fewer rows than x in another dimension, it is about the first ones: both stay whole there.
     """
     sizes: dict[str, int] = {}
-    dims, rows, whole = [], [], set()
+    dims: list[tuple[str, ...]] = []
+    rows: list[tuple[str, ...]] = []
+    whole: set[str] = set()
     for k, (n, m) in enumerate(zip(x, index, strict=True)):
         if k == d:
             dims.append(("v",) if n > 1 else ())
@@ -276,7 +278,7 @@ def _index_write(node: fx.Node) -> Rule:
     count = math.prod(index)
     x, lines, sizes, whole = _aligned(shape, (*shape[:d], count, *shape[d + 1 :]), d)
     ins = [x, lines[d : d + 1] if index else ()]
-    source = given.get("source", given.get("value"))
+    source: Any = given.get("source", given.get("value"))
     if is_tensor(source):
         ins.append(lines if shape_of(source) else ())
     add = target_name(node) == "aten.index_add.default"

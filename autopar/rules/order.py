@@ -76,10 +76,10 @@ def _histc(node: fx.Node) -> Rule:
     sizes = plain_sizes(shape)
     counted = frozenset(sizes)
     fixed = given.get("min", 0) != given.get("max", 0)
-    out = ("n",) if bins[0] > 1 else ()
+    out: tuple[str, ...] = ("n",) if bins[0] > 1 else ()
     sizes["n"] = bins[0]
     whole = frozenset(out) | (frozenset() if fixed else counted)
-    return Rule((plain_dims(shape),), (out,), sizes, sums=counted if fixed else frozenset(), whole=whole)
+    return Rule((plain_dims(shape),), ((out,),), sizes, sums=counted if fixed else frozenset(), whole=whole)
 
 
 @computed("aten.one_hot.default")

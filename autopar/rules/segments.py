@@ -178,7 +178,8 @@ def _pad(node: fx.Node) -> Rule:
     shape, out, given = shape_of(tensor_inputs(node)[0]), shape_of(node), call_arguments(node)
     fills = given.get("mode", "constant") == "constant"
     pieces = Pieces(shape)
-    ins, outs, local = list(pieces.dims), list(pieces.dims), []
+    ins, outs = list(pieces.dims), list(pieces.dims)
+    local: list[tuple[str, ...]] = []
     for k in range(len(given["pad"]) // 2):
         d = len(shape) - 1 - k
         before, after = given["pad"][2 * k : 2 * k + 2]
