@@ -95,7 +95,7 @@ class Eager:
         trained = dict(model.named_parameters(remove_duplicate=False))
         leaf = {id(p): nn.Parameter(p.detach().clone(), p.requires_grad) for p in trained.values()}
         self.parameters = {n: leaf[id(p)] for n, p in trained.items()}  # tied weights are one leaf
-        self.names = [n for n, _ in model.named_parameters()]
+        self.names = [n for n, p in model.named_parameters() if p.requires_grad]
         self.buffers = {n: b.clone() for n, b in wide_buffers(model).items()}
         self.persistent = set(model.state_dict())
 

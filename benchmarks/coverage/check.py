@@ -87,7 +87,8 @@ def eager(made: Made) -> Step:
     outputs = model(**inputs)
     loss = find_loss(outputs) if made.loss_fn is None else made.loss_fn(outputs, made.batch)
     loss.backward()
-    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained.items()}
     return loss.detach(), tensors(outputs), gradients
 
 

@@ -25,7 +25,7 @@ class Attempts:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["check", "catalogue", "process", "transformers"])
+        self._context.set_forkserver_preload(["transformers.models.auto.modeling_auto", "autopar.api"])
 
     def __call__(self, name: str) -> dict[str, Any]:
         receiver, sender = self._context.Pipe(duplex=False)
