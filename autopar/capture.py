@@ -15,6 +15,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from autopar.errors import AutoparError, CaptureError
+from autopar.hidden import refuse_hooked_weights, refuse_unseen_writes, refusing_lost_backwards, stop_in_place
 from autopar.program import OutputName, Parameter, Program, place, split_batch, strip_wrapper, target_name
 
 _EXPORT_LOCK = threading.Lock()  # torch.export is not thread-safe
@@ -88,48 +89,6 @@ def default_inputs(model: nn.Module) -> Any:
 
 
 @contextlib.contextmanager
-def _refusing_lost_backwards() -> Iterator[None]:
-    """Raise on what torch.export silently flattens: custom autograd Functions and checkpointed regions.
-
-    Both trace into plain ops, and their own backward is gone: gradients would be silently wrong, or memory more than
-    the user asked for.
-    """
-    import torch.utils.checkpoint as checkpoint_module
-
-    apply = torch.autograd.Function.__dict__["apply"]
-    region = checkpoint_module._checkpoint_without_reentrant_generator
-
-    def refused(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls is checkpoint_module.CheckpointFunction:
-            return region_refused()
-        raise CaptureError(
-            "a custom autograd.Function loses its backward in capture",
-            where=_user_frame(),
-            got=f"{cls.__module__}.{cls.__qualname__}",
-            expected="ops that autograd differentiates itself",
-            hint="write its forward in plain torch ops",
-        )
-
-    def region_refused(*args: Any, **kwargs: Any) -> Any:
-        raise CaptureError(
-            "a checkpoint() region vanishes in capture",
-            where=_user_frame(),
-            expected="no activation checkpointing in the model",
-            got="torch.utils.checkpoint.checkpoint",
-            hint="switch it off (Hugging Face: model.gradient_checkpointing_disable())",
-        )
-
-    function: Any = torch.autograd.Function
-    function.apply = classmethod(refused)
-    checkpoint_module._checkpoint_without_reentrant_generator = region_refused
-    try:
-        yield
-    finally:
-        function.apply = apply
-        checkpoint_module._checkpoint_without_reentrant_generator = region
-
-
-@contextlib.contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
     """Switch off Hugging Face's ``config.use_cache`` in training.
 
@@ -147,14 +106,6 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
         config.use_cache = True  # type: ignore[union-attr]
 
 
-def _user_frame() -> str:
-    """The innermost frame that is not torch's or ours."""
-    for frame in reversed(traceback.extract_stack()):
-        if "/torch/" not in frame.filename and not frame.filename.endswith(("autopar/capture.py", "contextlib.py")):
-            return f"{frame.filename}:{frame.lineno}, in {frame.name}"
-    return ""
-
-
 def export(model: nn.Module, example: Any, loss_fn: LossFn | None = None) -> torch.export.ExportedProgram:
     """Export ``model`` with its loss; the graph returns (loss, outputs).
 
@@ -166,10 +117,11 @@ def export(model: nn.Module, example: Any, loss_fn: LossFn | None = None) -> tor
         parameters = inspect.signature(model.forward).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             keys = frozenset(parameters)
+    refuse_hooked_weights(model)
     wrapped = _WithLoss(model, loss_fn, keys)
     wrapped.training = model.training
     try:
-        with _EXPORT_LOCK, _refusing_lost_backwards(), _without_cache(model):
+        with _EXPORT_LOCK, refusing_lost_backwards(), _without_cache(model):
             exported = torch.export.export(wrapped, (args, kwargs), strict=False)
     except AutoparError:
         raise
@@ -185,6 +137,11 @@ def export(model: nn.Module, example: Any, loss_fn: LossFn | None = None) -> tor
             got=f"{type(error).__name__}: {_short(str(error))}",
             hint=_advice(error),
         ) from error
+    stop_in_place(exported.graph)
+    trained = {
+        n for n, p in exported.graph_signature.inputs_to_parameters.items() if exported.state_dict[p].requires_grad
+    }
+    refuse_unseen_writes(exported.graph_module, trained)
     _inline_gradient_modes(exported)
     if needs_functionalization(exported):
         with _EXPORT_LOCK:

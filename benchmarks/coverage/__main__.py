@@ -16,6 +16,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+
 def show(results: dict[str, dict[str, Any]]) -> None:
     from catalogue import CATALOGUE
     from rich.console import Console
@@ -29,7 +30,9 @@ def show(results: dict[str, dict[str, Any]]) -> None:
             colour = colours.get(r["status"], "dim")
             causes = "; ".join(r.get("causes") or [r["reason"]])
             where = f" ({r['where']})" if "where" in r else ""
-            table.add_row(name, entry.kind, f"[{colour}]{r['status']}", causes.replace("[", r"\[") + where, str(r["total"]))
+            table.add_row(
+                name, entry.kind, f"[{colour}]{r['status']}", causes.replace("[", r"\[") + where, str(r["total"])
+            )
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
     status = Counter(r["status"] for r in results.values())
@@ -62,7 +65,10 @@ def main() -> None:
         options.results.parent.mkdir(parents=True, exist_ok=True)
         for name in options.names or [n for n in CATALOGUE if options.again or n not in results]:
             results[name] = attempts(name)
-            print(f"{name}: {results[name]['status']} {results[name]['reason'][:110]} ({results[name]['total']} s)", flush=True)
+            print(
+                f"{name}: {results[name]['status']} {results[name]['reason'][:110]} ({results[name]['total']} s)",
+                flush=True,
+            )
             partial = options.results.with_suffix(".part")
             partial.write_text(json.dumps(results, indent=1, sort_keys=True))
             partial.replace(options.results)

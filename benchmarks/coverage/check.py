@@ -122,7 +122,9 @@ def difference(found: Step, expected: Step, rtol: float, gradients: float) -> st
     if found[2].keys() != expected[2].keys():
         return f"gradients of other weights: {sorted(found[2].keys() ^ expected[2].keys())[:5]}"
     gaps = [differs("loss", found[0], expected[0], rtol, 0.0)]
-    gaps += [differs(f"output {i}", a, b, rtol, 1e-3) for i, (a, b) in enumerate(zip(found[1], expected[1], strict=True))]
+    gaps += [
+        differs(f"output {i}", a, b, rtol, 1e-3) for i, (a, b) in enumerate(zip(found[1], expected[1], strict=True))
+    ]
     gaps += [differs(f"gradient of {n}", found[2][n], g, gradients, 1e-3 * largest) for n, g in expected[2].items()]
     gaps = [g for g in gaps if g]
     return "" if not gaps else f"{gaps[0]}" + (f" and {len(gaps) - 1} more" if len(gaps) > 1 else "")
@@ -214,7 +216,8 @@ def check(make: Callable[[], Made]) -> dict[str, Any]:
                         result[f"plan {size}"] = describe(plan, bound)
                     with step(f"run {size}"):
                         runs = run_local(
-                            lambda rank: parallel(api.build(made.model, bound, plan), made.batch), plan.world_size  # noqa: B023
+                            lambda rank: parallel(api.build(made.model, bound, plan), made.batch),
+                            plan.world_size,  # noqa: B023
                         )
                     for rank, run in enumerate(runs):
                         gap = difference(run, unmodified, 1e-6, 1e-5)

@@ -272,13 +272,19 @@ ARCHITECTURES = (
     Architecture("m2m_100", "sequence"),
     Architecture("plbart", "sequence"),
     Architecture("led", "sequence", {"attention_window": 4, "max_encoder_position_embeddings": 32}),
-    Architecture("switch_transformers", "sequence", {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "decoder_start_token_id": 1}),
+    Architecture(
+        "switch_transformers",
+        "sequence",
+        {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "decoder_start_token_id": 1},
+    ),
     # vision
     Architecture("vit", "image"),
     Architecture("deit", "image", {"architectures": ["DeiTForImageClassification"]}),
     Architecture("beit", "image"),
     Architecture("dinov2", "image"),
-    Architecture("swin", "image", {"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2, "patch_size": 4}),
+    Architecture(
+        "swin", "image", {"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2, "patch_size": 4}
+    ),
     Architecture("convnext", "image", {**_STAGES, "patch_size": 4}),
     Architecture("resnet", "image", {**_STAGES, "embedding_size": 10}),
     Architecture("regnet", "image", {**_STAGES, "embedding_size": 10, "groups_width": 5}),

@@ -94,7 +94,10 @@ VISION = (
     Vision("regnetx_002"),
     Vision("regnety_002"),
     Vision("densenet121", {"growth_rate": 5, "block_config": (2, 2)}),
-    Vision("swin_tiny_patch4_window7_224", {"img_size": 32, "embed_dim": 12, "depths": (1, 1), "num_heads": (2, 2), "window_size": 4}),
+    Vision(
+        "swin_tiny_patch4_window7_224",
+        {"img_size": 32, "embed_dim": 12, "depths": (1, 1), "num_heads": (2, 2), "window_size": 4},
+    ),
     Vision("ghostnet_050"),
     Vision("poolformer_s12"),
     Vision("dla34"),
