@@ -15,7 +15,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from autopar.errors import AutoparError, CaptureError
-from autopar.hidden import refuse_hooked_weights, refuse_unseen_writes, refusing_lost_backwards, stop_in_place
+from autopar.hidden import Changes, refuse_hooked_weights, refuse_unseen_writes, refusing_lost_backwards, stop_in_place
 from autopar.program import OutputName, Parameter, Program, place, split_batch, strip_wrapper, target_name
 
 _EXPORT_LOCK = threading.Lock()  # torch.export is not thread-safe
@@ -26,15 +26,17 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 class _WithLoss(nn.Module):
     """The model and its loss as one module, so that both are captured in one graph."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn | None, model_keys: frozenset[str] | None):
+    def __init__(self, model: nn.Module, loss_fn: LossFn | None, model_keys: frozenset[str] | None, changes: Changes):
         super().__init__()
         self.model = model
         self._loss_fn = loss_fn
         self._model_keys = model_keys
+        self._changes = changes
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         buffers = [(m, dict(m._buffers)) for m in self.model.modules()]
-        outputs = self.model(*args, **{k: v for k, v in kwargs.items() if _wanted(k, self._model_keys)})
+        wanted = {k: v for k, v in kwargs.items() if _wanted(k, self._model_keys)}
+        outputs = self._changes.watch(self.model, lambda: self.model(*args, **wanted))
         if self._loss_fn is None:
             loss = find_loss(outputs)
         else:
@@ -118,11 +120,15 @@ def export(model: nn.Module, example: Any, loss_fn: LossFn | None = None) -> tor
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             keys = frozenset(parameters)
     refuse_hooked_weights(model)
-    wrapped = _WithLoss(model, loss_fn, keys)
+    changes = Changes()
+    wrapped = _WithLoss(model, loss_fn, keys, changes)
     wrapped.training = model.training
     try:
         with _EXPORT_LOCK, refusing_lost_backwards(), _without_cache(model):
             exported = torch.export.export(wrapped, (args, kwargs), strict=False)
+            if changes.seen:
+                changes.repeat = True
+                torch.export.export(wrapped, (args, kwargs), strict=False)
     except AutoparError:
         raise
     except Exception as error:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import random
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
@@ -126,6 +128,62 @@ _LOST: dict[Any, str] = {
     torch.autograd.backward: "a backward pass",
     torch.autograd.grad: "a backward pass",
 }
+
+
+class Changes:
+    """Watches for numbers that forward keeps in its modules, or draws outside of torch: a graph holds them as they were.
+
+    ``self.calls += 1`` and ``random.random()`` are refused; ``self.longest = max(self.longest, x.shape[1])`` comes to
+    rest and is not.
+    seen: whether forward changed any.  repeat: call forward twice, and raise CaptureError where the second call
+    changes them again.
+    """
+
+    def __init__(self) -> None:
+        self.seen = False
+        self.repeat = False
+
+    def watch(self, model: nn.Module, forward: Callable[[], Any]) -> Any:
+        before, draws = _numbers(model), _draws()
+        outputs = forward()
+        if draws != _draws():
+            raise CaptureError(
+                "forward draws random numbers outside of torch, which a captured graph would repeat",
+                where=type(model).__name__,
+                expected="dropout, or a tensor of random numbers in the batch",
+                got="random or numpy.random",
+            )
+        after = _numbers(model)
+        self.seen |= after != before
+        if self.repeat:
+            forward()
+            moved = [k for k, v in _numbers(model).items() if after.get(k) != v]
+            if moved:
+                raise CaptureError(
+                    "forward counts in an attribute, which a captured graph keeps as it was",
+                    where=", ".join(moved[:5]),
+                    expected="attributes that stay, or a buffer: register_buffer(...), and self.count += 1",
+                    got=f"another value after each call of {type(model).__name__}",
+                )
+        return outputs
+
+
+def _draws() -> tuple[Any, ...]:
+    """Where the generators of Python and of numpy stand."""
+    kind, keys, *rest = np.random.get_state()
+    return random.getstate(), kind, bytes(keys), *rest
+
+
+def _numbers(model: nn.Module) -> dict[str, Any]:
+    """Numbers and words among the attributes of all modules, and how long lists are, by dotted name."""
+    out: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, (bool, int, float, str)):
+                out[f"{path}.{key}" if path else key] = value
+            elif isinstance(value, (list, dict)) and not key.startswith("_"):
+                out[f"len({path}.{key})" if path else f"len({key})"] = len(value)
+    return out
 
 
 def user_frame() -> str:
