@@ -13,7 +13,11 @@ from torch import fx
 
 from autopar.errors import CaptureError
 from autopar.passes.constants import evaluate_constants, fold_constants
+from autopar.passes.decompose import decompose
+from autopar.passes.fills import fills
 from autopar.passes.rewrite import argument, calls, new_node, placeholder, replace
+from autopar.passes.rewrite import cast as _cast
+from autopar.passes.rewrite import renamed as _renamed
 from autopar.program import OutputName, Program, args_of, dtype_of, is_tensor, place, shape_of
 from autopar.runtime.kernels.attention import attention
 from autopar.runtime.kernels.dropout import dropout
@@ -33,6 +37,8 @@ def normalize(program: Program, buffers: dict[str, torch.Tensor]) -> Program:
     drop_asserts(graph)
     native_dropouts(program)
     broadcasts(program)
+    fills(program)
+    decompose(program)
     drop_identities(program)
     splits_with_sizes(program)
     fold_constants(program)
@@ -46,21 +52,6 @@ def normalize(program: Program, buffers: dict[str, torch.Tensor]) -> Program:
     batch_norms(program)
     eliminate_dead_code(program)
     return program
-
-
-def _renamed(program: Program, old: fx.Node, new: fx.Node) -> None:
-    """Replace ``old`` by ``new``, in the program's lists of names too."""
-    if old is new:
-        return
-    if program.loss == old.name:
-        program.loss = new.name
-    program.outputs = [
-        OutputName(new.name) if isinstance(o, OutputName) and o == old.name else o for o in program.outputs
-    ]
-    for buffer, name in program.mutations.items():
-        if name == old.name:
-            program.mutations[buffer] = new.name
-    replace(old, new)
 
 
 def drop_asserts(graph: fx.Graph) -> None:
@@ -234,12 +225,6 @@ def _sum(x: fx.Node, dims: list[int], keep: bool, *, like: fx.Node) -> fx.Node:
     dtype = dtype_of(x)
     options = {} if _wide(dtype) == dtype else {"dtype": _wide(dtype)}
     return new_node(like.graph, aten.sum.dim_IntList, (x, dims, keep), options, like=like)
-
-
-def _cast(x: fx.Node, like: fx.Node) -> fx.Node:
-    """``x`` in the type of ``like``."""
-    dtype = dtype_of(like)
-    return x if dtype_of(x) == dtype else new_node(like.graph, aten.to.dtype, (x, dtype), like=like)
 
 
 def losses_to_sums(program: Program) -> None:

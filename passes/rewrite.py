@@ -10,6 +10,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
 
+from autopar.program import OutputName, Program, dtype_of
+
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
     """The mode that the graph's values were traced in."""
@@ -40,9 +42,31 @@ def new_node(
     return node
 
 
+def cast(x: fx.Node, like: fx.Node) -> fx.Node:
+    """``x`` in the type of ``like``."""
+    if dtype_of(x) == dtype_of(like):
+        return x
+    return new_node(like.graph, torch.ops.aten.to.dtype, (x, dtype_of(like)), like=like)
+
+
 def replace(node: fx.Node, new: fx.Node) -> None:
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)
+
+
+def renamed(program: Program, old: fx.Node, new: fx.Node) -> None:
+    """Replace ``old`` by ``new``, in the program's lists of names too."""
+    if old is new:
+        return
+    if program.loss == old.name:
+        program.loss = new.name
+    program.outputs = [
+        OutputName(new.name) if isinstance(o, OutputName) and o == old.name else o for o in program.outputs
+    ]
+    for buffer, name in program.mutations.items():
+        if name == old.name:
+            program.mutations[buffer] = new.name
+    replace(old, new)
 
 
 def calls(graph: fx.Graph, *targets: Any) -> list[fx.Node]:
