@@ -3,6 +3,7 @@
     zeros_like(x)                    -->  expand(full([1, 1], 0), [5, 6])      a constant, kept as one number
     copy(x, y)                       -->  expand(y, [5, 6])                    x[:] = y, made functional
     index_put(x, [mask], y)          -->  where(mask, y, x)                    x[mask] = y
+    conj(x)                          -->  conj_physical(x)                     not a flag that later ops must know of
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ def fills(program: Program) -> None:
     for node in calls(graph, aten.copy.default, aten.fill.Tensor):
         with graph.inserting_before(node):
             renamed(program, node, _expanded(cast(args_of(node)[1], node), node))
+    for node in calls(graph, aten.conj.default, aten._conj.default):
+        with graph.inserting_before(node):
+            renamed(program, node, new_node(graph, aten.conj_physical.default, args_of(node)[:1], like=node))
     for node in calls(graph, aten.index_put.default, aten._unsafe_index_put.default):
         chosen = _where(node)
         if chosen is not None:

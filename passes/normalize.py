@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from autopar.errors import CaptureError
+from autopar.passes.bags import embedding_bags
 from autopar.passes.constants import evaluate_constants, fold_constants
 from autopar.passes.decompose import decompose
 from autopar.passes.fills import fills
@@ -38,6 +39,7 @@ def normalize(program: Program, buffers: dict[str, torch.Tensor]) -> Program:
     native_dropouts(program)
     broadcasts(program)
     fills(program)
+    embedding_bags(program)
     decompose(program)
     drop_identities(program)
     splits_with_sizes(program)

@@ -21,15 +21,15 @@ def _pairs(node: fx.Node) -> Rule:
     return Rule((ins,), (out,), plain_sizes(shape), ((0,),), whole=frozenset(pairs[-1]))
 
 
-@computed("aten._conj.default", "aten._neg_view.default", "aten.resolve_conj.default", "aten.resolve_neg.default")
-def _signs(node: fx.Node) -> Rule:
+@computed("aten.resolve_conj.default", "aten.resolve_neg.default")
+def _resolved(node: fx.Node) -> Rule:
     return pointwise_rule(node, ((0,),), ())
 
 
 @computed("aten.polar.default")
 def _polar(node: fx.Node) -> Rule:
-    """Linear in the length for given angles."""
-    return pointwise_rule(node, ((0,),), (("in", 0), ("in", 1)))
+    """Not taken as linear in the length: torch's gradient needs it to be positive, and parts of a sum are not."""
+    return pointwise_rule(node, (), (("in", 0), ("in", 1)))
 
 
 @computed("aten._fft_c2c.default", "aten._fft_r2c.default", "aten._fft_c2r.default")

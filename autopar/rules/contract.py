@@ -59,8 +59,7 @@ def _einsum(node: fx.Node) -> Rule:
     equation, inputs = args_of(node)[0].replace(" ", ""), tensor_inputs(node)
     left, arrow, right = equation.partition("->")
     terms = left.split(",")
-    ranks = [len(shape_of(v)) for v in inputs]
-    lead = max(n - len(t) + 3 for t, n in zip(terms, ranks, strict=True)) if "..." in left else 0
+    lead = max(len(shape_of(v)) - len(t) + 3 if "..." in t else 0 for t, v in zip(terms, inputs, strict=True))
     if not arrow:
         right = "..." * ("..." in left) + "".join(sorted(f for f in set(left) if f.isalpha() and left.count(f) == 1))
     tensors = []

@@ -17,10 +17,10 @@ from autopar.errors import RuleError
 from autopar.layout import Shape
 from autopar.program import call_arguments, dtype_of, is_tensor, place, shape_of, target_name, tensor_inputs
 from autopar.rules.notation import Algorithm, Dims, Rule, define
-from autopar.rules.registry import algorithm, computed, from_text
+from autopar.rules.registry import algorithm, computed, from_text, named_inputs
 from autopar.rules.view import plain_dims, plain_sizes
 from autopar.runtime.kernels import index as kernels
-from autopar.runtime.kernels.embedding import embedding_parts
+from autopar.runtime.kernels.embedding import BAG_MAX, embedding_parts
 
 _EMBEDDING = define("aten.embedding.default", "v d, ... -> ... d", args="w i", form="w", whole="v", saves="i")
 
@@ -41,6 +41,16 @@ def _embedding(node: fx.Node) -> Rule:
 
 
 algorithm("aten.embedding.default", "vocabulary", splits="v", run=embedding_parts, lacking="P")
+
+
+_BAGS = "v d, i, o, i -> b d"
+
+
+@computed("autopar.embedding_bag")
+def _embedding_bag(node: fx.Node) -> Rule:
+    """Which rows are in which bag depends on the offsets: only d may be split.  A maximum is not linear."""
+    form = "" if call_arguments(node)["mode"] == BAG_MAX else "w*s" if "s" in named_inputs(node, "wios") else "w"
+    return from_text(node, define("autopar.embedding_bag", _BAGS, args="w i o s", form=form, whole="v i o b", saves="i"))
 
 
 def _named(d: int, prefix: str, size: int, factors: dict[str, int]) -> tuple[str, ...]:
@@ -240,12 +250,14 @@ def _scatter(node: fx.Node) -> Rule:
     ins = [x, rows]
     if is_tensor(given.get("src")):
         ins.append(rows)
-        if shape_of(given["src"]) != index:  # only its first rows count: nothing can be split
-            sizes, ins = {}, [
-                tuple(_named(k, name, n, sizes) for k, n in enumerate(shape_of(v)))
-                for name, v in zip("xis", tensor_inputs(node), strict=True)
-            ]
-            whole = frozenset(sizes)
+        if shape_of(given["src"]) != index:
+            raise RuleError(
+                "torch has no gradient of a scatter whose source is larger than the index",
+                where=place(node),
+                expected=f"a source of shape {list(index)}",
+                got=str(list(shape_of(given["src"]))),
+                hint="slice the source",
+            )
     name = target_name(node)
     add = name == "aten.scatter_add.default" or (
         name == "aten.scatter_reduce.two" and given["reduce"] == "sum" and given.get("include_self", True)
@@ -269,3 +281,17 @@ def _index_write(node: fx.Node) -> Rule:
         ins.append(lines if shape_of(source) else ())
     add = target_name(node) == "aten.index_add.default"
     return _writes(node, ins, sizes, rows=frozenset({"i"}) & set(sizes), whole=whole, add=add)
+
+
+@computed("aten.masked_scatter.default")
+def _masked_scatter(node: fx.Node) -> Rule:
+    """Where a value of the source goes depends on the whole mask: nothing can be split.  Linear in x and source."""
+    sizes: dict[str, int] = {}
+    x, mask, source = (shape_of(v) for v in tensor_inputs(node))
+    common = torch.broadcast_shapes(x, mask)
+
+    def dims(shape: Shape, name: str) -> Dims:
+        return tuple(_named(k, name, n, sizes) for k, n in enumerate(shape, len(common) - len(shape)))
+
+    ins = (dims(x, "d"), dims(mask, "d"), dims(source, "s"))
+    return Rule(ins, (dims(common, "d"),), sizes, ((0,), (2,)), whole=frozenset(sizes), saves=(("in", 1),))

@@ -13,9 +13,9 @@ from autopar.rules.notation import Dims, Rule
 from autopar.rules.registry import algorithms_of, computed
 
 _PRODUCTS = {"aten.mul.Tensor", "aten.mul.Scalar"}
-_SUMS = {"aten.add.Tensor", "aten.sub.Tensor", "aten.rsub.Tensor", "aten.complex.default"}
+_SUMS = {"aten.add.Tensor", "aten.sub.Tensor"}
 _QUOTIENTS = {"aten.div.Tensor", "aten.div.Scalar"}
-_LINEAR = {"aten.neg.default", "aten.clone.default", "aten.contiguous.default", "aten.alias.default"}
+_LINEAR = {"aten.neg.default", "aten.conj_physical.default", "aten.clone.default", "aten.contiguous.default", "aten.alias.default"}
 
 # what autograd keeps for backward, by position of input or "out"; ops that are not listed and not linear keep inputs
 _KEEPS_OUTPUT = {
@@ -62,6 +62,11 @@ def _pointwise(node: fx.Node) -> Rule:
 @computed("aten.clone.default", "aten.contiguous.default", "aten.alias.default")
 def _copies(node: fx.Node) -> Rule:
     return pointwise_rule(node, ((0,),), ())
+
+
+@computed("aten.rsub.Tensor", "aten.complex.default")
+def _sums(node: fx.Node) -> Rule:
+    return pointwise_rule(node, ((0,), (1,)), ())
 
 
 @computed("aten.to.dtype")

@@ -53,8 +53,11 @@ class Pieces:
     def with_dim(self, d: int, factors: tuple[str, ...]) -> Dims:
         return (*self.dims[:d], factors, *self.dims[d + 1 :])
 
-    def rule(self, ins: Sequence[Dims], outs: Sequence[Dims], form: Any, size_args: Any = None) -> Rule:
-        return Rule(tuple(ins), tuple(outs), self.sizes, form, whole=frozenset(self.whole), size_args=size_args or {})
+    def rule(
+        self, ins: Sequence[Dims], outs: Sequence[Dims], form: Any, size_args: Any = None, filled: bool = False
+    ) -> Rule:
+        whole = frozenset(self.whole)
+        return Rule(tuple(ins), tuple(outs), self.sizes, form, whole=whole, size_args=size_args or {}, filled=filled)
 
 
 @computed("aten.cat.default")
@@ -189,7 +192,7 @@ def _pad(node: fx.Node) -> Rule:
         pieces.piece(d, after, f"after{d}")
         local += [(f"before{d}", f"n{d}"), (f"after{d}", f"n{d}")]
     form = ((0,),) if not fills or given.get("value") in (None, 0) else ()
-    return pieces.rule([tuple(ins)], [tuple(outs)], form, {"pad": tuple(local)})
+    return pieces.rule([tuple(ins)], [tuple(outs)], form, {"pad": tuple(local)}, filled=not fills)
 
 
 @computed("aten.roll.default")

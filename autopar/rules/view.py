@@ -118,7 +118,7 @@ def _unfold(node: fx.Node) -> Rule:
     own = (*windows, *inside) if side_by_side else ("i",) if shape[d] > 1 else ()
     whole = {*inside, *(() if side_by_side else (*own, *windows))}
     ins, outs = (*dims[:d], own, *dims[d + 1 :]), (*dims[:d], windows, *dims[d + 1 :], inside)
-    return Rule((ins,), (outs,), sizes, ((0,),), whole=frozenset(whole))
+    return Rule((ins,), (outs,), sizes, ((0,),), whole=frozenset(whole), filled=side_by_side)
 
 
 @computed("aten.im2col.default", "aten.col2im.default")
