@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from autopar.errors import CaptureError
-from autopar.passes.rewrite import argument, calls, cast, new_node, renamed
+from autopar.passes.rewrite import argument, calls, cast_like, new_node, renamed
 from autopar.program import Program, args_of, place, shape_of
 from autopar.runtime.kernels.embedding import BAG_MAX, BAG_MEAN, embedding_bag
 
@@ -71,7 +71,7 @@ def _even(node: fx.Node, size: int) -> fx.Node:
     if given is not None:
         rows = call(aten.mul.Tensor, rows, call(aten.view.default, given, [*shape, 1]))
     if padding is not None and padding >= 0:  # such rows are left out, and not counted
-        kept = cast(call(aten.ne.Scalar, bags, padding), weight)
+        kept = cast_like(call(aten.ne.Scalar, bags, padding), weight)
         rows = call(aten.mul.Tensor, rows, call(aten.unsqueeze.default, kept, -1))
         count = call(aten.clamp.default, call(aten.sum.dim_IntList, kept, [1], True), 1)
     total = call(aten.sum.dim_IntList, rows, [1])

@@ -3,7 +3,7 @@
     y = diff(x)        -->        a = slice(x, -1, 0, 6); b = slice(x, -1, 1, 7); y = sub(b, a)
 
 What autograd differentiates is then the same as in the original.  A composition that writes in place or switches
-gradients off inside is left alone: its graph would not show that, and its gradient would be another one.
+gradients off inside is left alone, for its graph would not show that, and so is one that draws random numbers.
 """
 
 from __future__ import annotations
@@ -17,19 +17,24 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.passes.rewrite import fake_mode_of, renamed
-from autopar.program import Program, args_of, is_tensor
+from autopar.program import Program, args_of, is_random, is_tensor
 from autopar.rules.registry import bindable
 
 aten = torch.ops.aten
 
 # composed ops that `normalize` takes as they are, later
 _KEPT = {
+    aten.adaptive_avg_pool1d.default,
     aten.adaptive_avg_pool2d.default,
+    aten.adaptive_avg_pool3d.default,
     aten.batch_norm.default,
     aten.chunk.default,
     aten.contiguous.default,
     aten.cross_entropy_loss.default,
     aten.dropout.default,
+    aten.kl_div.default,
+    aten.l1_loss.default,
+    aten.nll_loss_nd.default,
     aten.to.device,
     aten.to.dtype_layout,
     aten.to.other,
@@ -92,7 +97,7 @@ def _body(node: fx.Node) -> fx.Graph | None:
         return None
     finally:
         mode.allow_non_fake_inputs = before
-    strange = watch.hidden or any(n.op == "get_attr" or n.target is node.target for n in body.nodes)
+    strange = watch.hidden or any(n.op == "get_attr" or n.target is node.target or is_random(n) for n in body.nodes)
     return None if strange else body
 
 

@@ -1,9 +1,9 @@
 """Tensors that are made from no values: what they hold does not depend on the tensor that they are like.
 
-    zeros_like(x)                    -->  expand(full([1, 1], 0), [5, 6])      a constant, kept as one number
-    copy(x, y)                       -->  expand(y, [5, 6])                    x[:] = y, made functional
-    index_put(x, [mask], y)          -->  where(mask, y, x)                    x[mask] = y
-    conj(x)                          -->  conj_physical(x)                     not a flag that later ops must know of
+zeros_like(x)                    -->  expand(full([1, 1], 0), [5, 6])      a constant, kept as one number
+copy(x, y)                       -->  expand(y, [5, 6])                    x[:] = y, made functional
+index_put(x, [mask], y)          -->  where(mask, y, x)                    x[mask] = y
+conj(x)                          -->  conj_physical(x)                     not a flag that later ops must know of
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.passes.rewrite import argument, calls, cast, new_node, renamed
+from autopar.passes.rewrite import argument, calls, cast_like, new_node, renamed
 from autopar.program import Program, args_of, dtype_of, is_tensor, shape_of
 
 aten = torch.ops.aten
@@ -49,7 +49,7 @@ def fills(program: Program) -> None:
             renamed(program, node, _expanded(one, node))
     for node in calls(graph, aten.copy.default, aten.fill.Tensor):
         with graph.inserting_before(node):
-            renamed(program, node, _expanded(cast(args_of(node)[1], node), node))
+            renamed(program, node, _expanded(cast_like(args_of(node)[1], node), node))
     for node in calls(graph, aten.conj.default, aten._conj.default):
         with graph.inserting_before(node):
             renamed(program, node, new_node(graph, aten.conj_physical.default, args_of(node)[:1], like=node))
@@ -66,7 +66,7 @@ def _expanded(x: fx.Node, like: fx.Node) -> fx.Node:
 
 
 def _where(node: fx.Node) -> fx.Node | None:
-    """``where`` instead of a write by one mask, of a value that is the same in every place; None where it is not that."""
+    """``where`` instead of a write by one mask of one value for all places; None where it is not that."""
     graph, (x, indices, values) = node.graph, args_of(node)[:3]
     given = [i for i in indices if i is not None]
     if len(given) != 1 or not is_tensor(given[0]) or dtype_of(given[0]) is not torch.bool:

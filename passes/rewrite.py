@@ -42,13 +42,6 @@ def new_node(
     return node
 
 
-def cast(x: fx.Node, like: fx.Node) -> fx.Node:
-    """``x`` in the type of ``like``."""
-    if dtype_of(x) == dtype_of(like):
-        return x
-    return new_node(like.graph, torch.ops.aten.to.dtype, (x, dtype_of(like)), like=like)
-
-
 def replace(node: fx.Node, new: fx.Node) -> None:
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)
@@ -67,6 +60,12 @@ def renamed(program: Program, old: fx.Node, new: fx.Node) -> None:
         if name == old.name:
             program.mutations[buffer] = new.name
     replace(old, new)
+
+
+def cast_like(x: fx.Node, node: fx.Node) -> fx.Node:
+    """``x`` in the type of ``node``."""
+    dtype = dtype_of(node)
+    return x if dtype_of(x) == dtype else new_node(x.graph, torch.ops.aten.to.dtype, (x, dtype), like=node)
 
 
 def calls(graph: fx.Graph, *targets: Any) -> list[fx.Node]:

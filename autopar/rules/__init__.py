@@ -1,6 +1,20 @@
 """How ops may be split: the notation, what follows from it, and one table per family of ops."""
 
-from autopar.rules import attention, complex, contract, conv, index, loss, norm, order, pointwise, random, reduce, segments, view
+from autopar.rules import (
+    attention,
+    complex,
+    contract,
+    conv,
+    index,
+    loss,
+    norm,
+    order,
+    pointwise,
+    random,
+    reduce,
+    segments,
+    view,
+)
 from autopar.rules.registry import algorithm, rule, rule_for, unregister
 
 __all__ = [

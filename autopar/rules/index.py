@@ -43,14 +43,14 @@ def _embedding(node: fx.Node) -> Rule:
 algorithm("aten.embedding.default", "vocabulary", splits="v", run=embedding_parts, lacking="P")
 
 
-_BAGS = "v d, i, o, i -> b d"
+_BAG = "autopar.embedding_bag"
 
 
-@computed("autopar.embedding_bag")
+@computed(_BAG)
 def _embedding_bag(node: fx.Node) -> Rule:
     """Which rows are in which bag depends on the offsets: only d may be split.  A maximum is not linear."""
     form = "" if call_arguments(node)["mode"] == BAG_MAX else "w*s" if "s" in named_inputs(node, "wios") else "w"
-    return from_text(node, define("autopar.embedding_bag", _BAGS, args="w i o s", form=form, whole="v i o b", saves="i"))
+    return from_text(node, define(_BAG, "v d, i, o, i -> b d", args="w i o s", form=form, whole="v i o b", saves="i"))
 
 
 def _named(d: int, prefix: str, size: int, factors: dict[str, int]) -> tuple[str, ...]:

@@ -18,10 +18,6 @@ def _outputs(node: fx.Node) -> list[Shape]:
 
 
 @computed(
-    "aten.all.default",
-    "aten.all.dim",
-    "aten.any.default",
-    "aten.any.dim",
     "aten.argmax.default",
     "aten.argmin.default",
     "aten.cummax.default",
@@ -29,11 +25,9 @@ def _outputs(node: fx.Node) -> list[Shape]:
     "aten.cumprod.default",
     "aten.kthvalue.default",
     "aten.logcumsumexp.default",
-    "aten.max.default",
     "aten.max.dim",
     "aten.median.default",
     "aten.median.dim",
-    "aten.min.default",
     "aten.min.dim",
     "aten.mode.default",
     "aten.sort.default",

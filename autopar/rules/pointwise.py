@@ -15,7 +15,13 @@ from autopar.rules.registry import algorithms_of, computed
 _PRODUCTS = {"aten.mul.Tensor", "aten.mul.Scalar"}
 _SUMS = {"aten.add.Tensor", "aten.sub.Tensor"}
 _QUOTIENTS = {"aten.div.Tensor", "aten.div.Scalar"}
-_LINEAR = {"aten.neg.default", "aten.conj_physical.default", "aten.clone.default", "aten.contiguous.default", "aten.alias.default"}
+_LINEAR = {
+    "aten.neg.default",
+    "aten.conj_physical.default",
+    "aten.clone.default",
+    "aten.contiguous.default",
+    "aten.alias.default",
+}
 
 # what autograd keeps for backward, by position of input or "out"; ops that are not listed and not linear keep inputs
 _KEEPS_OUTPUT = {

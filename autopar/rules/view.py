@@ -91,7 +91,8 @@ def _tile(node: fx.Node) -> Rule:
 def _triangle(node: fx.Node) -> Rule:
     """Rows and columns are counted: whole."""
     dims = plain_dims(shape_of(node))
-    return Rule((dims,), (dims,), plain_sizes(shape_of(node)), ((0,),), whole=frozenset(f for d in dims[-2:] for f in d))
+    whole = frozenset(f for d in dims[-2:] for f in d)
+    return Rule((dims,), (dims,), plain_sizes(shape_of(node)), ((0,),), whole=whole)
 
 
 @computed("aten.diagonal.default")

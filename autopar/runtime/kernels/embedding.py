@@ -10,7 +10,6 @@ from torch import Tensor
 
 from autopar.runtime.kernels.parts import Part, local_index
 
-
 BAG_SUM, BAG_MEAN, BAG_MAX = 0, 1, 2  # torch's own numbers
 
 

@@ -94,9 +94,7 @@ def scatter_reduce_parts(
     return _written(x, dim, index, parts, lambda y, i: y.scatter_reduce(dim, i, src, reduce, include_self=include_self))
 
 
-def index_add_parts(
-    x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1, parts: Parts
-) -> Tensor:
+def index_add_parts(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1, parts: Parts) -> Tensor:
     return _written(x, dim, index, parts, lambda y, i: y.index_add(dim, i, source, alpha=alpha))
 
 
