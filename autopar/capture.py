@@ -304,7 +304,7 @@ def from_exported(exported: torch.export.ExportedProgram, model: nn.Module) -> P
     nodes = {n.name: n for n in graph.nodes}
     parameters: dict[str, Parameter] = {}
     buffers: dict[str, str] = {}
-    constants: dict[str, Any] = {}
+    lifted: dict[str, torch.Tensor] = {}
     inputs: dict[str, int] = {}
     literals: dict[int, Any] = {}
     saved: list[str] = []
@@ -328,7 +328,7 @@ def from_exported(exported: torch.export.ExportedProgram, model: nn.Module) -> P
             if spec.persistent:
                 saved.append(buffers[name])
         elif spec.kind is InputKind.CONSTANT_TENSOR:
-            constants[name] = exported.constants[spec.target or ""]
+            lifted[name] = exported.constants[spec.target or ""]
         elif spec.kind is InputKind.USER_INPUT:
             if isinstance(node.meta.get("val"), torch.Tensor):
                 inputs[name] = leaf
@@ -369,9 +369,9 @@ def from_exported(exported: torch.export.ExportedProgram, model: nn.Module) -> P
         out_spec,
         loss,
         mutations,
-        constants,
         training=model.training,
         saved_buffers=frozenset(saved),
+        lifted=lifted,
     )
 
 
