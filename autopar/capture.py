@@ -16,7 +16,16 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import AutoparError, CaptureError
 from autopar.hidden import Changes, refuse_hooked_weights, refuse_unseen_writes, refusing_lost_backwards, stop_in_place
-from autopar.program import OutputName, Parameter, Program, place, split_batch, strip_wrapper, target_name
+from autopar.program import (
+    OutputName,
+    Parameter,
+    Program,
+    is_continuous,
+    place,
+    split_batch,
+    strip_wrapper,
+    target_name,
+)
 
 _EXPORT_LOCK = threading.Lock()  # torch.export is not thread-safe
 
@@ -167,7 +176,7 @@ def _inline_gradient_modes(exported: torch.export.ExportedProgram) -> None:
 
         def stopped(value: Any, enabled: Any = enabled) -> Any:
             tensor = value.meta.get("val") if isinstance(value, torch.fx.Node) else None
-            if enabled or not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+            if enabled or not isinstance(tensor, torch.Tensor) or not is_continuous(tensor.dtype):
                 return value
             node = graph.call_function(torch.ops.aten.detach.default, (value,))
             node.meta = {k: v for k, v in value.meta.items() if k in ("val", "nn_module_stack", "stack_trace")}

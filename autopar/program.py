@@ -112,6 +112,11 @@ def dtype_of(node: fx.Node) -> torch.dtype:
     return dtype
 
 
+def is_continuous(dtype: torch.dtype) -> bool:
+    """Whether values of this type may have a gradient, and be sums of parts of any size."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 def args_of(node: fx.Node) -> tuple[Any, ...]:
     """The positional arguments, untyped: torch.fx types them as all that may stand in a graph, which nobody can use."""
     return node.args

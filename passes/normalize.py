@@ -12,9 +12,12 @@ import torch
 from torch import fx
 
 from autopar.errors import CaptureError
+from autopar.passes.bags import embedding_bags
 from autopar.passes.constants import evaluate_constants, fold_constants
-from autopar.passes.rewrite import argument, calls, new_node, placeholder, replace
-from autopar.program import OutputName, Program, args_of, dtype_of, is_tensor, place, shape_of
+from autopar.passes.decompose import decompose
+from autopar.passes.fills import fills
+from autopar.passes.rewrite import argument, calls, cast_like, new_node, placeholder, renamed, replace
+from autopar.program import Program, args_of, dtype_of, is_tensor, place, shape_of
 from autopar.runtime.kernels.attention import attention
 from autopar.runtime.kernels.dropout import dropout
 from autopar.runtime.kernels.loss import cross_entropy_count, cross_entropy_sum
@@ -33,6 +36,9 @@ def normalize(program: Program, buffers: dict[str, torch.Tensor]) -> Program:
     drop_asserts(graph)
     native_dropouts(program)
     broadcasts(program)
+    fills(program)
+    embedding_bags(program)
+    decompose(program)
     drop_identities(program)
     splits_with_sizes(program)
     fold_constants(program)
@@ -46,21 +52,6 @@ def normalize(program: Program, buffers: dict[str, torch.Tensor]) -> Program:
     batch_norms(program)
     eliminate_dead_code(program)
     return program
-
-
-def _renamed(program: Program, old: fx.Node, new: fx.Node) -> None:
-    """Replace ``old`` by ``new``, in the program's lists of names too."""
-    if old is new:
-        return
-    if program.loss == old.name:
-        program.loss = new.name
-    program.outputs = [
-        OutputName(new.name) if isinstance(o, OutputName) and o == old.name else o for o in program.outputs
-    ]
-    for buffer, name in program.mutations.items():
-        if name == old.name:
-            program.mutations[buffer] = new.name
-    replace(old, new)
 
 
 def drop_asserts(graph: fx.Graph) -> None:
@@ -99,7 +90,7 @@ def native_dropouts(program: Program) -> None:
         for item in list(node.users):
             with program.graph.inserting_before(item):
                 train = True if train is None else train
-                _renamed(program, item, new_node(program.graph, aten.dropout.default, (x, p, train), like=node))
+                renamed(program, item, new_node(program.graph, aten.dropout.default, (x, p, train), like=node))
         program.graph.erase_node(node)
 
 
@@ -110,7 +101,7 @@ def broadcasts(program: Program) -> None:
             with program.graph.inserting_before(item):
                 source = args_of(node)[0][args_of(item)[1]]
                 wide = new_node(program.graph, aten.expand.default, (source, list(shape_of(item))), like=item)
-            _renamed(program, item, wide)
+            renamed(program, item, wide)
         program.graph.erase_node(node)
 
 
@@ -140,7 +131,7 @@ def drop_identities(program: Program) -> None:
             if is_tensor(source) and node.target is not aten.to.dtype:
                 with graph.inserting_before(node):
                     cast = new_node(graph, aten.to.dtype, (source, node.meta["val"].dtype), like=node)
-                _renamed(program, node, cast)
+                renamed(program, node, cast)
             continue
         if shape_of(source) != shape_of(node):
             continue
@@ -148,7 +139,7 @@ def drop_identities(program: Program) -> None:
             continue  # it stops a gradient
         if node.target is aten.dropout.default and argument(node, "train") and argument(node, "p") > 0:
             continue
-        _renamed(program, node, source)
+        renamed(program, node, source)
 
 
 def index_to_view(program: Program, values: dict[str, torch.Tensor]) -> None:
@@ -177,7 +168,7 @@ def index_to_view(program: Program, values: dict[str, torch.Tensor]) -> None:
                 order = sorted(range(len(where)), key=lambda k: where[k])
                 if order != list(range(len(where))):
                     source = new_node(graph, aten.permute.default, (source, order), like=node)
-                _renamed(program, node, new_node(graph, aten.view.default, (source, list(out)), like=node))
+                renamed(program, node, new_node(graph, aten.view.default, (source, list(out)), like=node))
 
 
 def refold_linears(program: Program) -> None:
@@ -197,10 +188,10 @@ def refold_linears(program: Program) -> None:
             y = new_node(graph, aten.linear.default, (source, flipped, bias), like=node)
             for user in list(node.users):
                 if user.target in (aten.view.default, aten.reshape.default) and shape_of(user) == shape_of(y):
-                    _renamed(program, user, y)
+                    renamed(program, user, y)
             if shape_of(y) != shape_of(node):
                 y = new_node(graph, aten.view.default, (y, list(shape_of(node))), like=node)
-        _renamed(program, node, y)
+        renamed(program, node, y)
 
 
 def mean_to_sum(program: Program) -> None:
@@ -222,7 +213,7 @@ def mean_to_sum(program: Program) -> None:
         with graph.inserting_before(node):
             total = _sum(x, dims, keep, like=node)
             mean = new_node(graph, aten.div.Tensor, (total, math.prod(shape[d] for d in dims)), like=node)
-            _renamed(program, node, _cast(mean, node))
+            renamed(program, node, cast_like(mean, node))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -234,12 +225,6 @@ def _sum(x: fx.Node, dims: list[int], keep: bool, *, like: fx.Node) -> fx.Node:
     dtype = dtype_of(x)
     options = {} if _wide(dtype) == dtype else {"dtype": _wide(dtype)}
     return new_node(like.graph, aten.sum.dim_IntList, (x, dims, keep), options, like=like)
-
-
-def _cast(x: fx.Node, like: fx.Node) -> fx.Node:
-    """``x`` in the type of ``like``."""
-    dtype = dtype_of(like)
-    return x if dtype_of(x) == dtype else new_node(like.graph, aten.to.dtype, (x, dtype), like=like)
 
 
 def losses_to_sums(program: Program) -> None:
@@ -268,7 +253,7 @@ def losses_to_sums(program: Program) -> None:
                 dtype = _wide(dtype_of(logits))
                 count = new_node(graph, cross_entropy_count, (target, ignore, dtype), like=node)
                 loss = new_node(graph, aten.div.Tensor, (loss, count), like=node)
-            _renamed(program, node, _cast(loss, node))
+            renamed(program, node, cast_like(loss, node))
     for node in calls(graph, aten.mse_loss.default):
         reduction = argument(node, "reduction")
         with graph.inserting_before(node):
@@ -279,7 +264,7 @@ def losses_to_sums(program: Program) -> None:
                 loss = _sum(loss, list(range(len(shape))), False, like=node)
                 if reduction == 1:
                     loss = new_node(graph, aten.div.Tensor, (loss, math.prod(shape)), like=node)
-            _renamed(program, node, _cast(loss, node))
+            renamed(program, node, cast_like(loss, node))
 
 
 def causal_masks(program: Program, values: dict[str, torch.Tensor]) -> None:
@@ -339,7 +324,7 @@ def name_random_ops(program: Program) -> None:
                 args = (q, k, v, mask, causal, scale, p, rng, salt)
                 new = new_node(graph, attention, args, {"dims": dims}, like=node)
         salt += 1
-        _renamed(program, node, new)
+        renamed(program, node, new)
 
 
 def batch_norms(program: Program) -> None:
@@ -358,7 +343,7 @@ def batch_norms(program: Program) -> None:
             if which not in place_of:
                 raise CaptureError("the saved statistics of batch norm are used outside it", where=place(item))
             with graph.inserting_before(item):
-                _renamed(program, item, new_node(graph, operator.getitem, (new, place_of[which]), like=item))
+                renamed(program, item, new_node(graph, operator.getitem, (new, place_of[which]), like=item))
         graph.erase_node(node)
 
 
