@@ -1,6 +1,6 @@
 """How ops may be split: the notation, what follows from it, and one table per family of ops."""
 
-from autopar.rules import attention, contract, conv, index, loss, norm, pointwise, random, reduce, view
+from autopar.rules import attention, contract, conv, grid, index, loss, norm, pointwise, random, recurrent, reduce, view
 from autopar.rules.registry import algorithm, rule, rule_for, unregister
 
 __all__ = [
@@ -8,11 +8,13 @@ __all__ = [
     "attention",
     "contract",
     "conv",
+    "grid",
     "index",
     "loss",
     "norm",
     "pointwise",
     "random",
+    "recurrent",
     "reduce",
     "rule",
     "rule_for",

@@ -24,6 +24,16 @@ rule(
     flops="2 ... k n",
 )
 
+rule(
+    "aten.bilinear.default",
+    "... i, ... j, o i j, o -> ... o",
+    args="x y w b",
+    form="x*y*w + b",
+    sum="i j",
+    saves="x y w",
+    flops="2 ... o i j",
+)
+
 
 @computed("aten.matmul.default")
 def _matmul(node: fx.Node) -> Rule:
