@@ -15,7 +15,14 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from autopar.errors import AutoparError, CaptureError
-from autopar.hidden import Changes, refuse_hooked_weights, refuse_unseen_writes, refusing_lost_backwards, stop_in_place
+from autopar.hidden import (
+    Changes,
+    innermost,
+    refuse_hooked_weights,
+    refuse_unseen_writes,
+    refusing_lost_backwards,
+    stop_in_place,
+)
 from autopar.program import (
     OutputName,
     Parameter,
@@ -148,7 +155,7 @@ def export(model: nn.Module, example: Any, loss_fn: LossFn | None = None) -> tor
             nested = nested.__cause__ or nested.__context__
         raise CaptureError(
             f"torch.export cannot capture {type(model).__name__}",
-            where=_error_frame(error),
+            where=innermost(traceback.extract_tb(error.__traceback__)),
             got=f"{type(error).__name__}: {_short(str(error))}",
             hint=_advice(error),
         ) from error
@@ -226,15 +233,10 @@ def needs_functionalization(exported: torch.export.ExportedProgram) -> bool:
     return False
 
 
-def _short(text: str, limit: int = 600) -> str:
-    text = text.strip()
+def _short(text: str, limit: int = 300) -> str:
+    """The first paragraph: torch adds advice for its own developers."""
+    text = text.strip().partition("\n\n")[0]
     return text if len(text) <= limit else text[:limit] + " ..."
-
-
-def _error_frame(error: BaseException) -> str:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]
-    own = [f for f in frames if not f.filename.endswith("autopar/capture.py")]
-    return f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}" if own else ""
 
 
 def _advice(error: BaseException) -> str:

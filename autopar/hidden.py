@@ -10,7 +10,7 @@ import contextlib
 import operator
 import random
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -131,7 +131,7 @@ _LOST: dict[Any, str] = {
 
 
 class Changes:
-    """Watches for numbers that forward keeps in its modules, or draws outside of torch: a graph holds them as they were.
+    """Watches for numbers that forward keeps in its modules, or draws outside of torch: a graph repeats them.
 
     ``self.calls += 1`` and ``random.random()`` are refused; ``self.longest = max(self.longest, x.shape[1])`` comes to
     rest and is not.
@@ -188,11 +188,14 @@ def _numbers(model: nn.Module) -> dict[str, Any]:
 
 def user_frame() -> str:
     """The innermost frame that is not torch's or ours."""
+    return innermost(traceback.extract_stack())
+
+
+def innermost(stack: Iterable[traceback.FrameSummary]) -> str:
+    """The last frame of ``stack`` that is not torch's or ours; empty if there is none."""
     own = ("autopar/capture.py", "autopar/hidden.py", "contextlib.py")
-    for frame in reversed(traceback.extract_stack()):
-        if "/torch/" not in frame.filename and not frame.filename.endswith(own):
-            return f"{frame.filename}:{frame.lineno}, in {frame.name}"
-    return ""
+    frames = [f for f in stack if "/torch/" not in f.filename and not f.filename.endswith(own)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
 
 
 # ------------------------------------------------------------------------------------------------ unseen writes

@@ -98,6 +98,11 @@ def parallel(module: ParallelModule, batch: Any) -> Step:
     return module.forward_backward(batch).detach(), outputs, module.full_gradients()
 
 
+def run_plan(made: Made, bound: Bound, plan: Plan) -> list[Step]:
+    """One step of every rank, on ranks as threads."""
+    return run_local(lambda rank: parallel(api.build(made.model, bound, plan), made.batch), plan.world_size)
+
+
 def difference(found: Step, expected: Step, rtol: float, gradients: float) -> str:
     """What differs by more than ``rtol`` (``gradients``: of gradients), relative to the largest entry; or nothing."""
     largest = max([float(g.abs().max()) for g in expected[2].values() if g.numel()], default=0.0)
@@ -213,10 +218,7 @@ def check(make: Callable[[], Made]) -> dict[str, Any]:
                     if how == "solved":
                         result[f"plan {size}"] = describe(plan, bound)
                     with step(f"run {size}"):
-                        runs = run_local(
-                            lambda rank: parallel(api.build(made.model, bound, plan), made.batch),
-                            plan.world_size,
-                        )
+                        runs = run_plan(made, bound, plan)
                     for rank, run in enumerate(runs):
                         gap = difference(run, unmodified, 1e-6, 1e-5)
                         if not gap and kind == "exact":

@@ -1,4 +1,4 @@
-"""Small models that broke somebody's parallel training: by what goes in and comes out, data types, and several losses."""
+"""Small models that broke somebody's parallel training: what goes in and comes out, data types, several losses."""
 
 from __future__ import annotations
 
