@@ -35,7 +35,9 @@ class Program:
         output node.  Every other node has ``meta["val"]`` (fake) and the place it came from.
     parameters, buffers: by node name; a buffer by its original name.
     inputs: node name -> position among the leaves of the flattened (args, kwargs).
-    constants: node names of values that depend on no input; ``prelude`` computes them from the buffers, once.
+    lifted: tensors that the model's code makes of literals, by node name.
+    constants: node names of values that depend on no input; ``prelude`` computes them from buffers and lifted tensors,
+        once.
     saved_buffers: original names of the buffers in the state dict, whose values a checkpoint may change.
     mutations: original buffer name -> node whose value it takes after a step.
     loss: the node of the scalar loss, or None for inference.
@@ -52,10 +54,11 @@ class Program:
     out_spec: Any
     loss: str | None
     mutations: dict[str, str] = field(default_factory=dict)
-    constants: dict[str, Any] = field(default_factory=dict)
+    constants: dict[str, None] = field(default_factory=dict)
     prelude: fx.Graph | None = None
     training: bool = True
     saved_buffers: frozenset[str] = frozenset()
+    lifted: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def node(self, name: str) -> fx.Node:
         for n in self.graph.nodes:
@@ -107,6 +110,11 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
 def dtype_of(node: fx.Node) -> torch.dtype:
     dtype: torch.dtype = node.meta["val"].dtype
     return dtype
+
+
+def is_continuous(dtype: torch.dtype) -> bool:
+    """Whether values of this type may have a gradient, and be sums of parts of any size."""
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def args_of(node: fx.Node) -> tuple[Any, ...]:

@@ -166,7 +166,7 @@ def _format(arg: Any, names: Mapping[str, str]) -> str:
         if hasattr(arg, "_fields"):
             return f"{type(arg).__name__}({items})"
         return f"[{items}]" if isinstance(arg, list) else f"({items}{',' if len(arg) == 1 else ''})"
-    if isinstance(arg, float) and math.isinf(arg):
+    if isinstance(arg, float) and not math.isfinite(arg):
         return f"float('{arg}')"
     return repr(arg)
 
@@ -187,8 +187,8 @@ def _print_prelude(program: Program) -> list[str]:
             if node.name in program.buffers:
                 lines.append(f"    {node.name} = buffers[{program.buffers[node.name]!r}]")
             else:
-                value = program.constants[node.name]
-                lines.append(f"    {node.name} = torch.tensor({value.tolist()!r}, dtype={value.dtype})")
+                value = program.lifted[node.name]
+                lines.append(f"    {node.name} = torch.tensor({_format(value.tolist(), {})}, dtype={value.dtype})")
         elif node.op == "call_function":
             lines.append(f"    {node.name} = torch.ops.{node.target}({_arguments(node, {})})")
         else:

@@ -24,7 +24,7 @@ def fold_constants(program: Program) -> None:
     ``cos(mul(arange(8), inv_freq))`` used by the model --> a placeholder; the prelude computes it from ``inv_freq``.
     """
     graph = program.graph
-    given = {*program.constants, *(n for n, name in program.buffers.items() if name not in program.mutations)}
+    given = {*program.lifted, *(n for n, name in program.buffers.items() if name not in program.mutations)}
     fixed: dict[fx.Node, None] = {}
     for node in graph.nodes:
         if node.op == "call_function":
@@ -66,7 +66,7 @@ def fold_constants(program: Program) -> None:
         name = constant.name
         program.outputs = [type(o)(name) if isinstance(o, str) and o == node.name else o for o in program.outputs]
     for node in reversed(fixed):
-        if node.op == "call_function":
+        if node.op == "call_function" or (node.name in program.lifted and node.name not in results):
             graph.erase_node(node)
     # a buffer that the model uses as it is stays a buffer
     results = {k: v for k, v in results.items() if k not in program.buffers}
@@ -83,13 +83,13 @@ def fold_constants(program: Program) -> None:
 
 
 def run_prelude(program: Program, buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Values of all constants, from the model's buffers by original name."""
+    """Values of all constants, from the model's buffers by original name and the tensors of its code."""
     assert program.prelude is not None
     env: dict[fx.Node, Any] = {}
     for node in program.prelude.nodes:
         if node.op == "placeholder":
             buffer = program.buffers.get(node.name)
-            env[node] = program.constants[node.name] if buffer is None else buffers[buffer]
+            env[node] = program.lifted[node.name] if buffer is None else buffers[buffer]
         elif node.op == "call_function":
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: env[n])
             env[node] = node.target(*args, **kwargs)
@@ -112,7 +112,7 @@ def evaluate_constants(program: Program, buffers: dict[str, torch.Tensor]) -> di
     for node in prelude.nodes:
         if node.op == "placeholder":
             buffer = program.buffers.get(node.name, "")
-            value = buffers.get(buffer, program.constants.get(node.name))
+            value = buffers.get(buffer, program.lifted.get(node.name))
             unknown = value is None or value.is_meta or buffer in program.saved_buffers
             env[node] = None if unknown else value
         elif node.op == "call_function":

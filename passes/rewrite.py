@@ -10,6 +10,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
 
+from autopar.program import OutputName, Program, dtype_of
+
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
     """The mode that the graph's values were traced in."""
@@ -43,6 +45,39 @@ def new_node(
 def replace(node: fx.Node, new: fx.Node) -> None:
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)
+
+
+def renamed(program: Program, old: fx.Node, new: fx.Node) -> None:
+    """Replace ``old`` by ``new``, in the program's lists of names too."""
+    if old is new:
+        return
+    if program.loss == old.name:
+        program.loss = new.name
+    program.outputs = [
+        OutputName(new.name) if isinstance(o, OutputName) and o == old.name else o for o in program.outputs
+    ]
+    for buffer, name in program.mutations.items():
+        if name == old.name:
+            program.mutations[buffer] = new.name
+    replace(old, new)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type in which sums of ``dtype`` are kept: 16-bit sums overflow or round where a mean does not."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def sum_over(x: fx.Node, dims: list[int], keep: bool = False) -> fx.Node:
+    """``sum(x, dims)`` at the insertion point."""
+    dtype = dtype_of(x)
+    options = {} if wide(dtype) == dtype else {"dtype": wide(dtype)}
+    return new_node(x.graph, torch.ops.aten.sum.dim_IntList, (x, dims, keep), options, like=x)
+
+
+def cast_like(x: fx.Node, node: fx.Node) -> fx.Node:
+    """``x`` in the type of ``node``."""
+    dtype = dtype_of(node)
+    return x if dtype_of(x) == dtype else new_node(x.graph, torch.ops.aten.to.dtype, (x, dtype), like=node)
 
 
 def calls(graph: fx.Graph, *targets: Any) -> list[fx.Node]:

@@ -87,6 +87,12 @@ def wide_buffers(model: nn.Module) -> dict[str, Tensor]:
 # ------------------------------------------------------------------------------------------------ one process
 
 
+# torch has no derivative of what it makes of ``x[:] = y``
+_DIFFERENTIABLE: dict[Any, Callable[..., Tensor]] = {
+    torch.ops.aten.copy.default: lambda x, y, non_blocking=False: y.to(x.dtype).expand(x.shape)
+}
+
+
 class Eager:
     """The exported graph as torch runs it: no pass of ours has touched it, and autograd differentiates it."""
 
@@ -95,7 +101,7 @@ class Eager:
         trained = dict(model.named_parameters(remove_duplicate=False))
         leaf = {id(p): nn.Parameter(p.detach().clone(), p.requires_grad) for p in trained.values()}
         self.parameters = {n: leaf[id(p)] for n, p in trained.items()}  # tied weights are one leaf
-        self.names = [n for n, _ in model.named_parameters()]
+        self.names = [n for n, p in model.named_parameters() if p.requires_grad]
         self.buffers = {n: b.clone() for n, b in wide_buffers(model).items()}
         self.persistent = set(model.state_dict())
 
@@ -117,7 +123,7 @@ class Eager:
         for node in self.exported.graph.nodes:
             if node.op == "call_function" and "assert" not in str(node.target):
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
-                values[node] = node.target(*args, **kwargs)
+                values[node] = _DIFFERENTIABLE.get(node.target, node.target)(*args, **kwargs)
         results = fx.node.map_arg(self.exported.graph.output_node().args[0], lambda n: values[n])
         outputs = []
         for spec, value in zip(self.exported.graph_signature.output_specs, results, strict=True):

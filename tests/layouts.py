@@ -30,36 +30,52 @@ def random_layout(shape: tuple[int, ...], mesh: Mesh, rng: random.Random) -> Lay
 def local_slice(x: Tensor, layout: Layout, mesh: Mesh, at: tuple[int, ...]) -> Tensor:
     """The slice of ``x`` at the rank's place; whole along axes that do not cut."""
     axes = [Axis(a, n, k) for a, n, k in zip(mesh.axes, mesh.sizes, at, strict=True)]
-    return take_local(x, tuple(s if isinstance(s, S) else I for s in layout), mesh, at, axes)
+    return take_local(x, _cuts(layout), mesh, at, axes)
 
 
-def local_term(x: Tensor, layout: Layout, mesh: Mesh, at: tuple[int, ...]) -> Tensor:
-    """What the rank at ``at`` holds of ``x``: its slice, of its own random term where the sum is pending."""
+def held(x: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
+    """What every rank holds of ``x``: its slice, of its own term where the sum is pending.
+
+    Terms are asymmetric and alternate in sign, so that no sum comes out right by luck.
+    """
     pending = [a for a, s in enumerate(layout) if s == P]
-    terms: dict[tuple[int, ...], Tensor] = {}
-    for k, here in enumerate(itertools.product(*(range(mesh.sizes[a]) for a in pending))):
-        noise = torch.Generator().manual_seed(k)
-        terms[here] = torch.randn(x.shape, generator=noise, dtype=x.dtype) if k else x
-    first = (0,) * len(pending)
-    for here, term in terms.items():
-        if here != first:
-            terms[first] = terms[first] - term
-    return local_slice(terms[tuple(at[a] for a in pending)], layout, mesh, at)
+    places = list(itertools.product(*(range(mesh.sizes[a]) for a in pending)))
+    terms = {here: _noise(x, k) for k, here in enumerate(places) if k}
+    terms[places[0]] = x - sum(terms.values()) if terms else x
+    return [
+        local_slice(terms[tuple(at[a] for a in pending)], layout, mesh, at)
+        for at in map(mesh.coordinates, range(mesh.size))
+    ]
+
+
+def _noise(x: Tensor, k: int) -> Tensor:
+    generator = torch.Generator().manual_seed(k)
+    if not (x.is_floating_point() or x.is_complex()):
+        return (-1) ** k * torch.randint(k, 5 * k, x.shape, generator=generator).to(x.dtype)
+    noise = torch.randn(x.shape, generator=generator, dtype=x.dtype)
+    return (-1) ** k * (noise + k * torch.sgn(noise)) if x.is_complex() else (-1) ** k * (noise.abs() + k)
 
 
 def whole(terms: list[Tensor], layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> Tensor:
-    """The value that ranks hold together: partial terms added, shards laid in their places, copies checked."""
+    """The value that ranks hold together: partial terms added, shards laid in their places, copies checked.
+
+    Bool counts as int64: added up, two trues are not one.
+    """
+    dtype = torch.int64 if terms[0].dtype is torch.bool else terms[0].dtype
     index = torch.arange(math.prod(shape)).reshape(shape)
-    out = torch.zeros(shape, dtype=torch.float64)
-    for rank, term in enumerate(terms):
-        at = mesh.coordinates(rank)
-        first = all(k == 0 for k, s in zip(at, layout, strict=True) if s in (R, I))
-        places = local_slice(index, layout, mesh, at)
-        assert term.shape == places.shape
-        if first:
-            out.view(-1).index_add_(0, places.reshape(-1), term.reshape(-1))
-    for rank, term in enumerate(terms):  # every copy, not only the first one
-        at = mesh.coordinates(rank)
-        if P not in layout:
-            assert torch.allclose(term, local_slice(out, layout, mesh, at), rtol=0, atol=1e-14)
-    return out
+    out = torch.zeros(math.prod(shape), dtype=dtype)
+    first: dict[tuple[int, ...], Tensor] = {}
+    for rank, (term, places) in enumerate(zip(terms, held(index, _cuts(layout), mesh), strict=True)):
+        if term.shape != places.shape:
+            raise AssertionError(f"rank {rank} holds {list(term.shape)} instead of {list(places.shape)}")
+        at = tuple(0 if s in (R, I) else k for k, s in zip(mesh.coordinates(rank), layout, strict=True))
+        if at not in first:
+            first[at] = term
+            out.index_add_(0, places.reshape(-1), term.reshape(-1).to(dtype))
+        elif not torch.allclose(term, first[at], rtol=1e-12, atol=1e-13, equal_nan=True):
+            raise AssertionError(f"rank {rank} holds another copy than the first rank does")
+    return out.reshape(shape)
+
+
+def _cuts(layout: Layout) -> Layout:
+    return tuple(s if isinstance(s, S) else I for s in layout)

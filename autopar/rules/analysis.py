@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from autopar.layout import Layout, S, Shape
-from autopar.program import Program, is_tensor, output_values, shape_of, tensor_inputs
+from autopar.program import Program, dtype_of, is_continuous, is_tensor, output_values, shape_of, tensor_inputs
 from autopar.rules.derive import OpType, cut_points, factor_points
 from autopar.rules.factors import Cut, factor_cut, relabel
 from autopar.rules.notation import Rule
@@ -137,7 +137,7 @@ def bind_program(program: Program) -> Bound:
         metas = node.meta["val"] if isinstance(node.meta["val"], (list, tuple)) else [node.meta["val"]]
         for k, (value, meta) in enumerate(zip(output_values(node), metas, strict=True)):
             name = f"{node.name}.{k}" if value is None else value.name
-            differentiable = any(flows) and not stops and meta.dtype.is_floating_point
+            differentiable = any(flows) and not stops and is_continuous(meta.dtype)
             values[name] = Value(name, tuple(meta.shape), meta.dtype, differentiable, "op")
             outputs.append(name)
         op_type = OpType(
@@ -146,7 +146,7 @@ def bind_program(program: Program) -> Bound:
             tuple(values[o].shape for o in outputs),
             tuple(flows),
             tuple(values[o].differentiable for o in outputs),
-            tuple(v.meta["val"].is_floating_point() for v in inputs),
+            tuple(is_continuous(dtype_of(v)) for v in inputs),
         )
         operations.append(Operation(node.name, node, op_type, tuple(v.name for v in inputs), tuple(outputs)))
     shapes = {v.name: v.shape for v in values.values()}

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+
 from torch import fx
 
 from autopar.errors import RuleError
 from autopar.layout import Shape
-from autopar.program import place, shape_of, tensor_inputs
+from autopar.program import args_of, place, shape_of, target_name, tensor_inputs
 from autopar.rules.notation import Dims, Rule
 from autopar.rules.registry import algorithms_of, computed, rule
 
 rule("aten.mm.default", "m k, k n -> m n", args="a b", form="a*b", sum="k", saves="a b", flops="2 m k n")
 rule("aten.bmm.default", "b m k, b k n -> b m n", args="a b", form="a*b", sum="k", saves="a b", flops="2 b m k n")
-rule("aten.addmm.default", "n, m k, k n -> m n", args="c a b", form="a*b + c", sum="k", saves="a b", flops="2 m k n")
 rule(
     "aten.linear.default",
     "... k, n k, n -> ... n",
@@ -23,30 +23,104 @@ rule(
     saves="x w",
     flops="2 ... k n",
 )
+rule("aten.dot.default", "k, k -> ", args="a b", form="a*b", sum="k", saves="a b", flops="2 k")
+rule("aten.mv.default", "m k, k -> m", args="a b", form="a*b", sum="k", saves="a b", flops="2 m k")
+
+rule(
+    "aten.bilinear.default",
+    "... i, ... j, o i j, o -> ... o",
+    args="x y w b",
+    form="x*y*w + b",
+    sum="i j",
+    saves="x y w",
+    flops="2 ... o i j",
+)
 
 
 @computed("aten.matmul.default")
 def _matmul(node: fx.Node) -> Rule:
-    """``... m k, ... k n -> ... m n``, the leading dimensions broadcast."""
+    """``... m k, ... k n -> ... m n``, the leading dimensions broadcast; a vector has no m, or no n."""
     a, b = (shape_of(v) for v in tensor_inputs(node))
-    if len(a) < 2 or len(b) < 2:
-        raise RuleError("matmul with a vector has no rule", where=place(node), hint="write it as a product and a sum")
-    lead = torch.broadcast_shapes(a[:-2], b[:-2])
-    sizes = {f"b{i}": n for i, n in enumerate(lead)} | {"m": a[-2], "k": a[-1], "n": b[-1]}
+    left, right = ("m", "k") if len(a) > 1 else ("k",), ("k", "n") if len(b) > 1 else ("k",)
+    lead = max(len(a) - len(left), len(b) - len(right))
+    tensors = [(s, (*_leading(lead, len(s) - len(last)), *last)) for s, last in ((a, left), (b, right))]
+    return _products(node, tensors, (*_leading(lead, lead), *left[:-1], *right[1:]), ((0, 1),))
 
-    def dims(shape: Shape, *last: str) -> Dims:
-        offset = len(lead) - (len(shape) - 2)
-        names = [(f"b{i + offset}",) for i in range(len(shape) - 2)] + [(f,) for f in last]
-        return tuple(d if n > 1 else () for d, n in zip(names, shape, strict=True))
 
-    out = (*lead, a[-2], b[-1])
+_ADDED = {  # factors of both matrices and of the result
+    "aten.addmm.default": ("mk", "kn", "mn"),
+    "aten.baddbmm.default": ("bmk", "bkn", "bmn"),
+    "aten.addbmm.default": ("bmk", "bkn", "mn"),
+    "aten.addmv.default": ("mk", "k", "m"),
+}
+
+
+@computed(*_ADDED)
+def _added(node: fx.Node) -> Rule:
+    """``c + a b``; c is broadcast."""
+    c, a, b = (shape_of(v) for v in tensor_inputs(node))
+    left, right, out = _ADDED[target_name(node)]
+    return _products(node, ((c, out[len(out) - len(c) :]), (a, left), (b, right)), out, ((0,), (1, 2)))
+
+
+@computed("aten.einsum.default")
+def _einsum(node: fx.Node) -> Rule:
+    """The equation is the notation itself."""
+    equation, inputs = args_of(node)[0].replace(" ", ""), tensor_inputs(node)
+    left, arrow, right = equation.partition("->")
+    terms = left.split(",")
+    lead = max(len(shape_of(v)) - len(t) + 3 if "..." in t else 0 for t, v in zip(terms, inputs, strict=True))
+    if not arrow:
+        right = "..." * ("..." in left) + "".join(sorted(f for f in set(left) if f.isalpha() and left.count(f) == 1))
+    tensors = []
+    for term, value in zip(terms, inputs, strict=True):
+        before, dots, after = term.partition("...")
+        free = len(shape_of(value)) - len(before) - len(after)
+        names = (*before, *_leading(lead, free if dots else 0), *after)
+        if len(set(names)) < len(names):
+            raise RuleError(
+                "einsum over a diagonal has no rule",
+                where=place(node),
+                expected="every letter once in a term",
+                got=equation,
+                hint="take torch.diagonal first",
+            )
+        tensors.append((shape_of(value), names))
+    before, dots, after = right.partition("...")
+    out = (*before, *_leading(lead, lead if dots else 0), *after)
+    return _products(node, tensors, out, (tuple(range(len(inputs))),))
+
+
+def _leading(lead: int, count: int) -> tuple[str, ...]:
+    """Factors of the last ``count`` of ``lead`` leading dimensions, which are broadcast from the right."""
+    return tuple(f"b{i}" for i in range(lead - count, lead))
+
+
+def _products(
+    node: fx.Node,
+    tensors: Sequence[tuple[Shape, Sequence[str]]],
+    out: Sequence[str],
+    form: tuple[tuple[int, ...], ...],
+) -> Rule:
+    """A sum of products.  tensors: shape and factors of each input; size 1 is broadcast.  What ``out`` lacks is summed.
+
+    Only the last product of ``form`` is counted as work, and kept for backward.
+    """
+    sizes: dict[str, int] = {}
+    for shape, names in tensors:
+        sizes |= {f: n for f, n in zip(names, shape, strict=True) if n != 1 or f not in sizes}
+
+    def dims(shape: Shape, names: Sequence[str]) -> Dims:
+        return tuple((f,) if n != 1 else () for f, n in zip(names, shape, strict=True))
+
+    product = form[-1]
     return Rule(
-        (dims(a, "m", "k"), dims(b, "k", "n")),
-        (dims(out, "m", "n"),),
+        tuple(dims(*t) for t in tensors),
+        (dims(tuple(sizes[f] for f in out), out),),
         sizes,
-        ((0, 1),),
-        sums=frozenset({"k"} if a[-1] > 1 else ()),
-        saves=(("in", 0), ("in", 1)),
-        flops=((2.0, (*(f"b{i}" for i in range(len(lead))), "m", "k", "n")),),
+        form,
+        sums=frozenset(f for f, n in sizes.items() if n != 1 and f not in out),
+        saves=tuple(("in", i) for i in product) if len(product) > 1 else (),
+        flops=((2.0, tuple(dict.fromkeys(f for i in product for f in tensors[i][1]))),),
         algorithms=algorithms_of(node),
     )

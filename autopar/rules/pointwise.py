@@ -8,14 +8,20 @@ import torch
 from torch import fx
 
 from autopar.layout import Shape
-from autopar.program import call_arguments, shape_of, target_name, tensor_inputs
+from autopar.program import call_arguments, is_tensor, shape_of, target_name, tensor_inputs
 from autopar.rules.notation import Dims, Rule
 from autopar.rules.registry import algorithms_of, computed
 
 _PRODUCTS = {"aten.mul.Tensor", "aten.mul.Scalar"}
 _SUMS = {"aten.add.Tensor", "aten.sub.Tensor"}
 _QUOTIENTS = {"aten.div.Tensor", "aten.div.Scalar"}
-_LINEAR = {"aten.neg.default", "aten.clone.default", "aten.contiguous.default", "aten.alias.default"}
+_LINEAR = {
+    "aten.neg.default",
+    "aten.conj_physical.default",
+    "aten.clone.default",
+    "aten.contiguous.default",
+    "aten.alias.default",
+}
 
 # what autograd keeps for backward, by position of input or "out"; ops that are not listed and not linear keep inputs
 _KEEPS_OUTPUT = {
@@ -64,6 +70,28 @@ def _copies(node: fx.Node) -> Rule:
     return pointwise_rule(node, ((0,),), ())
 
 
+@computed("aten.rsub.Tensor", "aten.complex.default")
+def _sums(node: fx.Node) -> Rule:
+    return pointwise_rule(node, ((0,), (1,)), ())
+
+
+@computed("aten.hardswish.default", "aten.log_sigmoid.default", "aten._prelu_kernel.default")
+def _untagged(node: fx.Node) -> Rule:
+    """Pointwise without torch's tag."""
+    return pointwise_rule(node, (), tuple(("in", i) for i in range(len(tensor_inputs(node)))))
+
+
+@computed("aten.glu.default")
+def _glu(node: fx.Node) -> Rule:
+    """``... (t c) -> ... c``: of the two halves every rank holds the same share."""
+    given, shape = call_arguments(node), shape_of(node)
+    d = given.get("dim", -1) % len(shape)
+    outs = broadcast_dims(shape, shape)
+    ins = (*outs[:d], ("t", *outs[d]), *outs[d + 1 :])
+    sizes = {f"d{i}": n for i, n in enumerate(shape) if n > 1} | {"t": 2}
+    return Rule((ins,), (outs,), sizes, whole=frozenset("t"), saves=(("in", 0),))
+
+
 @computed("aten.to.dtype")
 def _cast(node: fx.Node) -> Rule:
     """A cast to a type that can hold every value is linear; to fewer bits it rounds, and rounding is not."""
@@ -72,21 +100,28 @@ def _cast(node: fx.Node) -> Rule:
     return pointwise_rule(node, ((0,),) if wider else (), ())
 
 
-@computed("aten.where.self")
+@computed("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.where.Scalar")
 def _where(node: fx.Node) -> Rule:
-    count = len(tensor_inputs(node))
-    return pointwise_rule(node, ((1,), (2,)) if count == 3 else (), (("in", 0),))
+    """Linear in both branches together, where no branch is a number but zero."""
+    given = call_arguments(node)
+    branches = [given["self"], given["other"]]
+    linear = all(is_tensor(b) or b == 0 for b in branches)
+    form = tuple((k + 1,) for k in range(sum(map(is_tensor, branches)))) if linear else ()
+    return pointwise_rule(node, form, (("in", 0),))
 
 
-@computed("aten.masked_fill.Scalar")
+@computed("aten.masked_fill.Scalar", "aten.masked_fill.Tensor")
 def _masked_fill(node: fx.Node) -> Rule:
-    """Filling with zero is linear in the filled tensor."""
-    return pointwise_rule(node, ((0,),) if node.args[2] == 0 else (), (("in", 1),))
+    """Filling with zero is linear in the filled tensor; with a tensor's value, in both together."""
+    value = call_arguments(node)["value"]
+    form = ((0,), (2,)) if is_tensor(value) else ((0,),) if value == 0 else ()
+    return pointwise_rule(node, form, (("in", 1),))
 
 
 @computed(
     *(f"aten.__{name}__.{kind}" for name in ("and", "or", "xor") for kind in ("Tensor", "Scalar")),
     "aten.detach.default",
+    "aten.floor_divide.default",
 )
 def _not_linear(node: fx.Node) -> Rule:
     return pointwise_rule(node, (), ())

@@ -86,6 +86,16 @@ def has_rule(op: str) -> bool:
     return op in _DEFINITIONS or op in _COMPUTED
 
 
+def bindable(node: fx.Node) -> bool:
+    """Whether there is a rule for a call: one in the table, or by torch's own tag for pointwise ops."""
+    return has_rule(target_name(node)) or _is_pointwise(node)
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags and not is_random(node)
+
+
 def rules_fingerprint() -> str:
     """Eight hex digits over the table of rules: a plan speaks of factors by their names."""
     written = [
@@ -137,8 +147,7 @@ def rule_for(node: fx.Node) -> Rule:
         return _COMPUTED[name](node)
     if name in _DEFINITIONS:
         return from_text(node, _DEFINITIONS[name])
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags and not is_random(node):
+    if _is_pointwise(node):
         return _COMPUTED["pointwise"](node)
     shapes = ", ".join(_letters(v) for v in node.all_input_nodes if is_tensor(v))
     out = _letters(node) if is_tensor(node) else "..."
@@ -156,4 +165,14 @@ def _letters(node: fx.Node) -> str:
     return " ".join(chr(97 + i) for i in range(len(shape_of(node))))
 
 
-__all__ = ["algorithm", "algorithms_of", "computed", "from_text", "has_rule", "output_values", "rule", "rule_for"]
+__all__ = [
+    "algorithm",
+    "algorithms_of",
+    "bindable",
+    "computed",
+    "from_text",
+    "has_rule",
+    "output_values",
+    "rule",
+    "rule_for",
+]

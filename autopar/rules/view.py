@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import fx
 
 from autopar.errors import RuleError
 from autopar.layout import Shape
-from autopar.program import args_of, call_arguments, output_values, place, shape_of, tensor_inputs
+from autopar.program import args_of, call_arguments, place, shape_of, tensor_inputs
 from autopar.rules.factors import common_refinement
 from autopar.rules.notation import Dims, Rule
 from autopar.rules.registry import computed
@@ -75,94 +73,69 @@ def _repeat(node: fx.Node) -> Rule:
     return Rule((ins,), (tuple(outs),), sizes, ((0,),), size_args={"repeats": ("r",)})
 
 
-@computed(
-    "aten.slice.Tensor", "aten.constant_pad_nd.default", "aten.pad.default", "aten.roll.default", "aten.flip.default"
-)
-def _along_dims(node: fx.Node) -> Rule:
-    """Dimensions whose rows move or change in number stay whole; the others pass."""
-    shape, out = shape_of(tensor_inputs(node)[0]), shape_of(node)
-    name, args = str(node.target), args_of(node)
-    if "pad" in name:
-        touched = {len(shape) - 1 - i // 2 for i, n in enumerate(args[1]) if n}
-    elif "slice" in name:
-        touched = {(args[1] if len(args) > 1 else 0) % len(shape)}
-    else:
-        dims = call_arguments(node).get("dims")
-        touched = {d % len(shape) for d in dims} if dims else set(range(len(shape)))
-    ins, outs, sizes = list(plain_dims(shape)), list(plain_dims(out)), {**plain_sizes(out), **plain_sizes(shape)}
-    whole = set()
-    for d in touched:
-        ins[d] = (f"i{d}",) if shape[d] > 1 else ()
-        outs[d] = (f"o{d}",) if out[d] > 1 else ()
-        sizes |= {f"i{d}": shape[d], f"o{d}": out[d]}
-        sizes.pop(f"d{d}", None)
-        whole |= {*ins[d], *outs[d]}
-    fills = "pad" in name and call_arguments(node).get("value") not in (None, 0)  # padding with a constant: affine
-    return Rule((tuple(ins),), (tuple(outs),), sizes, () if fills else ((0,),), whole=frozenset(whole))
-
-
-@computed("aten.select.int")
-def _select(node: fx.Node) -> Rule:
-    shape = shape_of(tensor_inputs(node)[0])
-    d = args_of(node)[1] % len(shape)
+@computed("aten.repeat.default")
+def _tile(node: fx.Node) -> Rule:
+    """All rows r times: ``h -> (r h)``; dimensions may be added in front."""
+    shape, repeats = shape_of(tensor_inputs(node)[0]), call_arguments(node)["repeats"]
+    added = len(repeats) - len(shape)
+    sizes = plain_sizes(shape) | {f"r{i}": n for i, n in enumerate(repeats)}
     dims = plain_dims(shape)
-    out = tuple(f for i, f in enumerate(dims) if i != d)
-    return Rule((dims,), (out,), plain_sizes(shape), ((0,),), whole=frozenset(dims[d]))
+    outs = tuple(
+        ((f"r{i}",) if n != 1 else ()) + (dims[i - added] if i >= added else ()) for i, n in enumerate(repeats)
+    )
+    local = {"repeats": tuple((f"r{i}",) for i in range(len(repeats)))}
+    return Rule((dims,), (outs,), sizes, ((0,),), size_args=local)
 
 
-@computed("aten.split_with_sizes.default", "aten.unbind.int")
-def _split(node: fx.Node) -> Rule:
-    """Equal parts are a compound (c n), of which n may be split: a fused QKV. Unequal ones stay whole."""
-    shape = shape_of(tensor_inputs(node)[0])
-    name, args = str(node.target), args_of(node)
-    at = args[1] if "unbind" in name and len(args) > 1 else args[2] if len(args) > 2 else 0
-    d = at % len(shape)
-    count = len(output_values(node))
-    dims, sizes = list(plain_dims(shape)), plain_sizes(shape)
+@computed("aten.tril.default", "aten.triu.default")
+def _triangle(node: fx.Node) -> Rule:
+    """Rows and columns are counted: whole."""
+    dims = plain_dims(shape_of(node))
+    whole = frozenset(f for d in dims[-2:] for f in d)
+    return Rule((dims,), (dims,), plain_sizes(shape_of(node)), ((0,),), whole=whole)
+
+
+@computed("aten.diagonal.default")
+def _diagonal(node: fx.Node) -> Rule:
+    shape, given = shape_of(tensor_inputs(node)[0]), call_arguments(node)
+    two = {given.get(name, k) % len(shape) for k, name in enumerate(("dim1", "dim2"))}
+    dims, sizes = plain_dims(shape), plain_sizes(shape)
+    last = ("k",) if shape_of(node)[-1] != 1 else ()
+    sizes["k"] = shape_of(node)[-1]
+    out = (*(f for i, f in enumerate(dims) if i not in two), last)
+    return Rule((dims,), (out,), sizes, ((0,),), whole=frozenset((*last, *(f for i in two for f in dims[i]))))
+
+
+@computed("aten.unfold.default")
+def _unfold(node: fx.Node) -> Rule:
+    """Windows of a dimension.  Those that lie side by side are a view, (w s) -> w s; others stay whole."""
+    shape, given = shape_of(tensor_inputs(node)[0]), call_arguments(node)
+    d, size, step = given["dimension"] % len(shape), given["size"], given["step"]
+    dims, sizes, count = plain_dims(shape), plain_sizes(shape), shape_of(node)[d]
     sizes.pop(f"d{d}", None)
-    outs = [list(dims) for _ in range(count)]
-    if "unbind" in name:
-        sizes["c"] = shape[d]
-        dims[d] = ("c",) if shape[d] > 1 else ()
-        rest = [tuple(f for i, f in enumerate(o) if i != d) for o in outs]
-        return Rule((tuple(dims),), tuple(rest), sizes, ((0,),), whole=frozenset(dims[d]))
-    widths = [v.shape[d] for v in node.meta["val"]]
-    if len(set(widths)) == 1 and math.prod([count, widths[0]]) == shape[d]:
-        sizes |= {"c": count, "n": widths[0]}
-        dims[d] = tuple(f for f, n in (("c", count), ("n", widths[0])) if n > 1)
-        for o in outs:
-            o[d] = ("n",) if widths[0] > 1 else ()
-        whole = frozenset(("c",)) & set(sizes)
-        local = {"split_sizes": (("n",),) * count}
-        return Rule((tuple(dims),), tuple(map(tuple, outs)), sizes, ((0,),), whole=whole, size_args=local)
-    sizes["i"] = shape[d]
-    dims[d] = ("i",)
-    opaque = {"i"}
-    for k, (o, n) in enumerate(zip(outs, widths, strict=True)):
-        o[d] = (f"o{k}",) if n > 1 else ()
-        sizes[f"o{k}"] = n
-        opaque |= set(o[d])
-    return Rule((tuple(dims),), tuple(map(tuple, outs)), sizes, ((0,),), whole=frozenset(opaque))
+    sizes |= {"w": count, "s": size, "i": shape[d]}
+    windows, inside = ((f,) if sizes[f] > 1 else () for f in "ws")
+    side_by_side = step == size and count * size == shape[d]
+    own = (*windows, *inside) if side_by_side else ("i",) if shape[d] > 1 else ()
+    whole = {*inside, *(() if side_by_side else (*own, *windows))}
+    ins, outs = (*dims[:d], own, *dims[d + 1 :]), (*dims[:d], windows, *dims[d + 1 :], inside)
+    return Rule((ins,), (outs,), sizes, ((0,),), whole=frozenset(whole), filled=side_by_side)
 
 
-@computed("aten.cat.default", "aten.stack.default")
-def _cat(node: fx.Node) -> Rule:
-    inputs, out, args = tensor_inputs(node), shape_of(node), args_of(node)
-    d = (args[1] if len(args) > 1 else 0) % len(out)
-    outs, sizes = list(plain_dims(out)), plain_sizes(out)
-    sizes.pop(f"d{d}", None)
-    outs[d] = ("o",) if out[d] > 1 else ()
-    sizes["o"] = out[d]
-    whole = set(outs[d])
-    ins = []
-    for k, v in enumerate(inputs):
-        if "stack" in str(node.target):
-            ins.append(tuple(f for i, f in enumerate(outs) if i != d))
-            continue
-        dims = list(outs)
-        n = shape_of(v)[d]
-        dims[d] = (f"i{k}",) if n > 1 else ()
-        sizes[f"i{k}"] = n
-        whole |= set(dims[d])
-        ins.append(tuple(dims))
-    return Rule(tuple(ins), (tuple(outs),), sizes, tuple((k,) for k in range(len(inputs))), whole=frozenset(whole))
+@computed("aten.im2col.default", "aten.col2im.default")
+def _columns(node: fx.Node) -> Rule:
+    """``n c y x -> n (c k) l``, k positions of a window and l windows, or back: n and c pass."""
+    shape, out, back = shape_of(tensor_inputs(node)[0]), shape_of(node), "col2im" in str(node.target)
+    image, columns = (out, shape) if back else (shape, out)
+    c = image[-3]
+    sizes = {"n": image[0] if len(image) == 4 else 1, "c": c, "y": image[-2], "x": image[-1]}
+    sizes |= {"k": columns[-2] // c, "l": columns[-1]}
+
+    def dims(*names: str) -> Dims:
+        return tuple(tuple(f for f in name if sizes[f] != 1) for name in names)
+
+    lead = ("n",) if len(image) == 4 else ()
+    wide, narrow = dims(*lead, "c", "y", "x"), dims(*lead, "ck", "l")
+    ins, outs = (narrow, wide) if back else (wide, narrow)
+    whole = frozenset(f for f in "yxkl" if sizes[f] != 1)
+    return Rule((ins,), (outs,), sizes, ((0,),), whole=whole, filled=True)

@@ -85,7 +85,7 @@ def pad_part(x: Tensor, split: Split, axis: Axis) -> Tensor:
 
 def _carried(x: Tensor) -> Tensor:
     """``x`` as a dtype that every backend carries, contiguous; bits are kept."""
-    x = x.contiguous()
+    x = x.resolve_conj().resolve_neg().contiguous()  # a pending sign is a flag that no backend knows
     if x.dtype is torch.bool:
         return x.view(torch.uint8)
     return torch.view_as_real(x) if x.is_complex() else x

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from layouts import local_slice, local_term, whole
+from layouts import held, local_slice, whole
 from processes import run_processes, values
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -40,9 +40,9 @@ def convert_all(rank: int, world: int) -> Report:
     (axis,) = runtime_axes(mesh, init_device_mesh("cpu", (world,), mesh_dim_names=("x",)), (rank,))
     report: Report = {}
     for src, dst in PAIRS:
-        x = local_term(payload(), (src,), mesh, (rank,)).requires_grad_()
+        x = held(payload(), (src,), mesh)[rank].requires_grad_()
         y = moved(x, src, dst, mesh, axis)
-        y.backward(local_term(payload(salt=1), (dual(dst),), mesh, (rank,)))
+        y.backward(held(payload(salt=1), (dual(dst),), mesh)[rank])
         assert x.grad is not None
         report[src, dst] = [y.detach(), x.grad]
     for dtype, (src, dst) in itertools.product(DTYPES, MOVED):

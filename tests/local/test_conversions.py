@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from layouts import local_slice, local_term, random_layout, whole
+from layouts import held, local_slice, random_layout, whole
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -22,15 +22,15 @@ MESHES = [(2,), (3,), (4,), (2, 2), (3, 2), (2, 2, 2)]
 def convert_everywhere(mesh: Mesh, move: Move, value: Tensor, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:
     """(value after, gradient before) on every rank, from this value before and this gradient after."""
     shape = tuple(value.shape)
-    duals = tuple(map(dual, move.layout)), tuple(map(dual, move.result))
+    values, gradients = held(value, move.layout, mesh), held(gradient, tuple(map(dual, move.result)), mesh)
 
     def job(rank: int) -> tuple[Tensor, Tensor]:
         at = mesh.coordinates(rank)
         device_mesh = init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.axes)
         (step,) = steps((move,), shape, mesh, at, runtime_axes(mesh, device_mesh, at))
-        x = local_term(value, move.layout, mesh, at).requires_grad_()
+        x = values[rank].requires_grad_()
         y = convert(x, step.axis, step.src, step.dst)
-        y.backward(local_term(gradient, duals[1], mesh, at))
+        y.backward(gradients[rank])
         assert x.grad is not None
         return y.detach(), x.grad
 

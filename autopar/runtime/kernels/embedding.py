@@ -1,4 +1,4 @@
-"""Embedding with the vocabulary split over ranks."""
+"""Embedding with the vocabulary split over ranks; bags of embeddings."""
 
 from __future__ import annotations
 
@@ -9,6 +9,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.runtime.kernels.parts import Part, local_index
+
+BAG_SUM, BAG_MEAN, BAG_MAX = 0, 1, 2  # torch's own numbers
+
+
+def embedding_bag(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    mode: int,
+    per_sample_weights: Tensor | None,
+    include_last_offset: bool,
+    padding_idx: int | None,
+) -> Tensor:
+    """Rows [bags, d] of torch's embedding_bag, without its other outputs.  weight: [v, d]; indices: [n]."""
+    out: Tensor = torch.ops.aten.embedding_bag.padding_idx(
+        weight, indices, offsets, False, mode, False, per_sample_weights, include_last_offset, padding_idx
+    )[0]
+    return out
 
 
 def embedding_parts(
