@@ -15,6 +15,14 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from autopar.errors import AutoparError, CaptureError
+from autopar.hidden import (
+    Changes,
+    innermost,
+    refuse_hooked_weights,
+    refuse_unseen_writes,
+    refusing_lost_backwards,
+    stop_in_place,
+)
 from autopar.program import (
     OutputName,
     Parameter,
@@ -34,15 +42,17 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 class _WithLoss(nn.Module):
     """The model and its loss as one module, so that both are captured in one graph."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn | None, model_keys: frozenset[str] | None):
+    def __init__(self, model: nn.Module, loss_fn: LossFn | None, model_keys: frozenset[str] | None, changes: Changes):
         super().__init__()
         self.model = model
         self._loss_fn = loss_fn
         self._model_keys = model_keys
+        self._changes = changes
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         buffers = [(m, dict(m._buffers)) for m in self.model.modules()]
-        outputs = self.model(*args, **{k: v for k, v in kwargs.items() if _wanted(k, self._model_keys)})
+        wanted = {k: v for k, v in kwargs.items() if _wanted(k, self._model_keys)}
+        outputs = self._changes.watch(self.model, lambda: self.model(*args, **wanted))
         if self._loss_fn is None:
             loss = find_loss(outputs)
         else:
@@ -97,48 +107,6 @@ def default_inputs(model: nn.Module) -> Any:
 
 
 @contextlib.contextmanager
-def _refusing_lost_backwards() -> Iterator[None]:
-    """Raise on what torch.export silently flattens: custom autograd Functions and checkpointed regions.
-
-    Both trace into plain ops, and their own backward is gone: gradients would be silently wrong, or memory more than
-    the user asked for.
-    """
-    import torch.utils.checkpoint as checkpoint_module
-
-    apply = torch.autograd.Function.__dict__["apply"]
-    region = checkpoint_module._checkpoint_without_reentrant_generator
-
-    def refused(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls is checkpoint_module.CheckpointFunction:
-            return region_refused()
-        raise CaptureError(
-            "a custom autograd.Function loses its backward in capture",
-            where=_user_frame(),
-            got=f"{cls.__module__}.{cls.__qualname__}",
-            expected="ops that autograd differentiates itself",
-            hint="write its forward in plain torch ops",
-        )
-
-    def region_refused(*args: Any, **kwargs: Any) -> Any:
-        raise CaptureError(
-            "a checkpoint() region vanishes in capture",
-            where=_user_frame(),
-            expected="no activation checkpointing in the model",
-            got="torch.utils.checkpoint.checkpoint",
-            hint="switch it off (Hugging Face: model.gradient_checkpointing_disable())",
-        )
-
-    function: Any = torch.autograd.Function
-    function.apply = classmethod(refused)
-    checkpoint_module._checkpoint_without_reentrant_generator = region_refused
-    try:
-        yield
-    finally:
-        function.apply = apply
-        checkpoint_module._checkpoint_without_reentrant_generator = region
-
-
-@contextlib.contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
     """Switch off Hugging Face's ``config.use_cache`` in training.
 
@@ -156,14 +124,6 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
         config.use_cache = True  # type: ignore[union-attr]
 
 
-def _user_frame() -> str:
-    """The innermost frame that is not torch's or ours."""
-    for frame in reversed(traceback.extract_stack()):
-        if "/torch/" not in frame.filename and not frame.filename.endswith(("autopar/capture.py", "contextlib.py")):
-            return f"{frame.filename}:{frame.lineno}, in {frame.name}"
-    return ""
-
-
 def export(model: nn.Module, example: Any, loss_fn: LossFn | None = None) -> torch.export.ExportedProgram:
     """Export ``model`` with its loss; the graph returns (loss, outputs).
 
@@ -175,11 +135,16 @@ def export(model: nn.Module, example: Any, loss_fn: LossFn | None = None) -> tor
         parameters = inspect.signature(model.forward).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             keys = frozenset(parameters)
-    wrapped = _WithLoss(model, loss_fn, keys)
+    refuse_hooked_weights(model)
+    changes = Changes()
+    wrapped = _WithLoss(model, loss_fn, keys, changes)
     wrapped.training = model.training
     try:
-        with _EXPORT_LOCK, _refusing_lost_backwards(), _without_cache(model):
+        with _EXPORT_LOCK, refusing_lost_backwards(), _without_cache(model):
             exported = torch.export.export(wrapped, (args, kwargs), strict=False)
+            if changes.seen:
+                changes.repeat = True
+                torch.export.export(wrapped, (args, kwargs), strict=False)
     except AutoparError:
         raise
     except Exception as error:
@@ -190,10 +155,15 @@ def export(model: nn.Module, example: Any, loss_fn: LossFn | None = None) -> tor
             nested = nested.__cause__ or nested.__context__
         raise CaptureError(
             f"torch.export cannot capture {type(model).__name__}",
-            where=_error_frame(error),
+            where=innermost(traceback.extract_tb(error.__traceback__)),
             got=f"{type(error).__name__}: {_short(str(error))}",
             hint=_advice(error),
         ) from error
+    stop_in_place(exported.graph)
+    trained = {
+        n for n, p in exported.graph_signature.inputs_to_parameters.items() if exported.state_dict[p].requires_grad
+    }
+    refuse_unseen_writes(exported.graph_module, trained)
     _inline_gradient_modes(exported)
     if needs_functionalization(exported):
         with _EXPORT_LOCK:
@@ -263,15 +233,10 @@ def needs_functionalization(exported: torch.export.ExportedProgram) -> bool:
     return False
 
 
-def _short(text: str, limit: int = 600) -> str:
-    text = text.strip()
+def _short(text: str, limit: int = 300) -> str:
+    """The first paragraph: torch adds advice for its own developers."""
+    text = text.strip().partition("\n\n")[0]
     return text if len(text) <= limit else text[:limit] + " ..."
-
-
-def _error_frame(error: BaseException) -> str:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]
-    own = [f for f in frames if not f.filename.endswith("autopar/capture.py")]
-    return f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}" if own else ""
 
 
 def _advice(error: BaseException) -> str:

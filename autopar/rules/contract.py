@@ -26,6 +26,16 @@ rule(
 rule("aten.dot.default", "k, k -> ", args="a b", form="a*b", sum="k", saves="a b", flops="2 k")
 rule("aten.mv.default", "m k, k -> m", args="a b", form="a*b", sum="k", saves="a b", flops="2 m k")
 
+rule(
+    "aten.bilinear.default",
+    "... i, ... j, o i j, o -> ... o",
+    args="x y w b",
+    form="x*y*w + b",
+    sum="i j",
+    saves="x y w",
+    flops="2 ... o i j",
+)
+
 
 @computed("aten.matmul.default")
 def _matmul(node: fx.Node) -> Rule:

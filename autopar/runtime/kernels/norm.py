@@ -21,6 +21,24 @@ def _total(x: Tensor, axes: Sequence[Axis]) -> Tensor:
     return x
 
 
+def _standardised(
+    x: Tensor, over: Sequence[int], count: int, axes: Sequence[Axis], eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(x standardised, mean, variance) over the dimensions ``over``, of which all ranks together hold ``count`` rows."""
+    mean = _total(x.sum(over, keepdim=True), axes) / count
+    centred = x - mean
+    variance = _total(centred.square().sum(over, keepdim=True), axes) / count
+    return centred * torch.rsqrt(variance + eps), mean, variance
+
+
+def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """``y * weight + bias`` by channel; y is [b, c, ...]."""
+    shape = [1, -1] + [1] * (y.dim() - 2)
+    if weight is not None:
+        y = y * weight.reshape(shape)
+    return y if bias is None else y + bias.reshape(shape)
+
+
 def layer_norm_parts(
     x: Tensor,
     normalized_shape: Sequence[int],
@@ -33,14 +51,49 @@ def layer_norm_parts(
 ) -> Tensor:
     """Layer norm over the last dimension, split over ranks: two reductions of one number per row."""
     part = parts["n"]
-    axes = [cut.axis for cut in part.cuts]
-    mean = _total(x.sum(-1, keepdim=True), axes) / part.size
-    centred = x - mean
-    variance = _total(centred.square().sum(-1, keepdim=True), axes) / part.size
-    y = centred * torch.rsqrt(variance + eps)
+    y, _, _ = _standardised(x, [-1], part.size, [cut.axis for cut in part.cuts], eps)
     if weight is not None:
         y = y * weight
     return y if bias is None else y + bias
+
+
+def rms_norm_parts(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    parts: Mapping[str, Part],
+) -> Tensor:
+    """RMS norm over the last dimension, split over ranks: one reduction of one number per row."""
+    part = parts["n"]
+    square = _total(x.square().sum(-1, keepdim=True), [cut.axis for cut in part.cuts]) / part.size
+    y = x * torch.rsqrt(square + (torch.finfo(x.dtype).eps if eps is None else eps))
+    return y if weight is None else y * weight
+
+
+def group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Group norm; x is [b, (g c), ...] with ``groups`` groups on this rank."""
+    if not x.numel():  # torch's raises on a rank without channels; what it holds still belongs to the graph
+        return _affine(x, weight, bias)
+    return F.group_norm(x, groups, weight, bias, eps)
+
+
+def group_norm_parts(
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    parts: Mapping[str, Part],
+) -> Tensor:
+    """`group_norm` with channels of a group, or positions, split over ranks."""
+    axes = [cut.axis for part in parts.values() for cut in part.cuts]
+    count = math.prod(part.size for part in parts.values())
+    grouped = x.reshape(x.shape[0], groups, -1) if x.numel() else x.new_zeros(x.shape[0], groups, 0)
+    y, _, _ = _standardised(grouped, [-1], count, axes, eps)
+    return _affine(y.reshape(x.shape), weight, bias)
 
 
 def batch_norm(
@@ -58,9 +111,7 @@ def batch_norm(
     ``rng`` None means evaluation: running statistics are used and left alone.
     """
     if not x.shape[1]:  # torch's raises on a rank without channels; what it holds still belongs to the graph
-        shape = [1, -1] + [1] * (x.dim() - 2)
-        y = x if weight is None else x * weight.reshape(shape)
-        return y if bias is None else y + bias.reshape(shape), running_mean, running_var
+        return _affine(x, weight, bias), running_mean, running_var
     if rng is None and running_mean is not None:
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps), running_mean, running_var
     mean = None if running_mean is None else running_mean.clone()
@@ -80,25 +131,38 @@ def batch_norm_parts(
     *,
     parts: Mapping[str, Part],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """`batch_norm` with the batch split: the statistics are those of the whole batch."""
+    """`batch_norm` with the batch or positions split: the statistics are those of the whole batch."""
     if rng is None and running_mean is not None:
         return batch_norm(x, weight, bias, running_mean, running_var, momentum, eps, None)
     axes = [cut.axis for part in parts.values() for cut in part.cuts]
-    over = [d for d in range(x.dim()) if d != 1]
     # a rank's rows may be none, so the count is that of the whole: batch size times positions
-    count = parts["n"].size * math.prod(x.shape[2:])
-    shape = [1, -1] + [1] * (x.dim() - 2)
-    mean = _total(x.sum(over), axes) / count
-    centred = x - mean.reshape(shape)
-    variance = _total(centred.square().sum(over), axes) / count
-    y = centred * torch.rsqrt(variance + eps).reshape(shape)
-    if weight is not None:
-        y = y * weight.reshape(shape)
-    if bias is not None:
-        y = y + bias.reshape(shape)
+    count = math.prod(part.size for part in parts.values())
+    y, mean, variance = _standardised(x, [d for d in range(x.dim()) if d != 1], count, axes, eps)
+    y, mean, variance = _affine(y, weight, bias), mean.flatten(), variance.flatten()
     if running_mean is None or running_var is None:
         return y, running_mean, running_var
     with torch.no_grad():
         new_mean = running_mean * (1 - momentum) + mean * momentum
         new_var = running_var * (1 - momentum) + variance * (momentum * count / max(count - 1, 1))
     return y, new_mean, new_var
+
+
+def batch_norm_stateless(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Batch norm that keeps no running statistics and uses those of the batch in evaluation too."""
+    return batch_norm(x, weight, bias, None, None, 0.0, eps, None)[0]
+
+
+def batch_norm_stateless_parts(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, parts: Mapping[str, Part]
+) -> Tensor:
+    """`batch_norm_stateless` with the batch or positions split."""
+    return batch_norm_parts(x, weight, bias, None, None, 0.0, eps, None, parts=parts)[0]
+
+
+def batch_norm_fixed(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float
+) -> Tensor:
+    """Batch norm by statistics that do not depend on the batch: affine in x, channel by channel."""
+    if not x.numel():
+        return _affine(x, weight, bias)
+    return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)

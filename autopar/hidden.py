@@ -1,0 +1,290 @@
+"""What a captured graph would not show, and so would train otherwise in silence: refused, with the user's line.
+
+torch.export records ops.  The backward pass of a custom ``autograd.Function``, a hook on a gradient, a write that
+autograd does not see, or a backward pass inside forward are no ops: the graph without them has other gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import random
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+
+from autopar.errors import CaptureError
+from autopar.program import place
+
+aten = torch.ops.aten
+
+
+def refuse_hooked_weights(model: nn.Module) -> None:
+    """Raise CaptureError where a weight's gradient runs through a hook: the weights that train are other tensors."""
+    for name, parameter in model.named_parameters():
+        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            if getattr(parameter, kind, None):
+                raise CaptureError(
+                    "a hook on a weight's gradient is lost in capture",
+                    where=name,
+                    expected="weights without hooks",
+                    got="register_hook" if kind == "_backward_hooks" else "register_post_accumulate_grad_hook",
+                    hint="change gradients between forward_backward() and the optimizer's step",
+                )
+
+
+@contextlib.contextmanager
+def refusing_lost_backwards() -> Iterator[None]:
+    """Raise CaptureError on what changes gradients and leaves no op behind, while a model is traced."""
+    import torch.utils.checkpoint as checkpoint_module
+
+    apply = torch.autograd.Function.__dict__["apply"]
+    region = checkpoint_module._checkpoint_without_reentrant_generator
+    inference = torch._C._InferenceMode
+
+    def refused(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls is checkpoint_module.CheckpointFunction:
+            return region_refused()
+        if cls.__module__ == "torch._library.autograd":  # a custom op is one node, and brings its backward along
+            return apply.__get__(None, cls)(*args, **kwargs)
+        what, expected, hint = _FUNCTIONS.get(cls.__module__.rpartition(".")[0], _OF_A_USER)
+        raise CaptureError(
+            what, where=user_frame(), got=f"{cls.__module__}.{cls.__qualname__}", expected=expected, hint=hint
+        )
+
+    def region_refused(*args: Any, **kwargs: Any) -> Any:
+        raise CaptureError(
+            "a checkpoint() region vanishes in capture",
+            where=user_frame(),
+            expected="no activation checkpointing in the model",
+            got="torch.utils.checkpoint.checkpoint",
+            hint="switch it off (Hugging Face: model.gradient_checkpointing_disable())",
+        )
+
+    def without_gradients(mode: bool) -> Any:
+        """torch.export leaves no trace of inference mode, but of no_grad."""
+        return torch.no_grad() if mode else contextlib.nullcontext()
+
+    function: Any = torch.autograd.Function
+    native: Any = torch._C
+    function.apply = classmethod(refused)
+    checkpoint_module._checkpoint_without_reentrant_generator = region_refused
+    native._InferenceMode = without_gradients
+    try:
+        with _Watch():
+            yield
+    finally:
+        function.apply = apply
+        checkpoint_module._checkpoint_without_reentrant_generator = region
+        native._InferenceMode = inference
+
+
+_OF_A_USER = (
+    "a custom autograd.Function loses its backward in capture",
+    "ops that autograd differentiates itself",
+    "write its forward in plain torch ops, or make it an op: torch.library.custom_op with register_autograd",
+)
+_FUNCTIONS = {
+    "torch.nn.modules": ("a module's backward hook is lost in capture", "modules without backward hooks", ""),
+    "torch._higher_order_ops": (
+        "an operator that takes functions has no rule",
+        "plain torch ops",
+        "control flow that depends on values of tensors cannot be planned: use torch.where or a mask",
+    ),
+}
+
+
+class _Watch(TorchFunctionMode):
+    """Refuses calls of tensors that change gradients and leave no op behind."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _LOST:
+            raise CaptureError(
+                f"{_LOST[func]} in forward is lost in capture", where=user_frame(), got=func.__name__, hint=_HINTS[func]
+            )
+        if getattr(func, "__self__", None) is torch.Tensor.data:
+            if func.__name__ == "__get__":
+                return args[0].detach()  # as autograd sees it; a write into it is refused like any into a detach()
+            raise CaptureError("assigning .data in forward is lost in capture", where=user_frame(), hint=_NO_WRITE)
+        return func(*args, **(kwargs or {}))
+
+
+_NO_WRITE = "make a new value instead: y = f(x.detach())"
+_GRADIENT_HINT = "write the gradient as plain ops, or take it outside of the model"
+_HINTS: dict[Any, str] = {
+    torch.Tensor.register_hook: "put the factor into forward: y = x.detach() + scale * (x - x.detach())",
+    torch.Tensor.backward: _GRADIENT_HINT,
+    torch.autograd.backward: _GRADIENT_HINT,
+    torch.autograd.grad: _GRADIENT_HINT,
+}
+_LOST: dict[Any, str] = {
+    torch.Tensor.register_hook: "a hook on a gradient",
+    torch.Tensor.backward: "a backward pass",
+    torch.autograd.backward: "a backward pass",
+    torch.autograd.grad: "a backward pass",
+}
+
+
+class Changes:
+    """Watches for numbers that forward keeps in its modules, or draws outside of torch: a graph repeats them.
+
+    ``self.calls += 1`` and ``random.random()`` are refused; ``self.longest = max(self.longest, x.shape[1])`` comes to
+    rest and is not.
+    seen: whether forward changed any.  repeat: call forward twice, and raise CaptureError where the second call
+    changes them again.
+    """
+
+    def __init__(self) -> None:
+        self.seen = False
+        self.repeat = False
+
+    def watch(self, model: nn.Module, forward: Callable[[], Any]) -> Any:
+        before, draws = _numbers(model), _draws()
+        outputs = forward()
+        if draws != _draws():
+            raise CaptureError(
+                "forward draws random numbers outside of torch, which a captured graph would repeat",
+                where=type(model).__name__,
+                expected="dropout, or a tensor of random numbers in the batch",
+                got="random or numpy.random",
+            )
+        after = _numbers(model)
+        self.seen |= after != before
+        if self.repeat:
+            forward()
+            moved = [k for k, v in _numbers(model).items() if after.get(k) != v]
+            if moved:
+                raise CaptureError(
+                    "forward counts in an attribute, which a captured graph keeps as it was",
+                    where=", ".join(moved[:5]),
+                    expected="attributes that stay, or a buffer: register_buffer(...), and self.count += 1",
+                    got=f"another value after each call of {type(model).__name__}",
+                )
+        return outputs
+
+
+def _draws() -> tuple[Any, ...]:
+    """Where the generators of Python and of numpy stand."""
+    kind, keys, *rest = np.random.get_state()
+    return random.getstate(), kind, bytes(keys), *rest
+
+
+def _numbers(model: nn.Module) -> dict[str, Any]:
+    """Numbers and words among the attributes of all modules, and how long lists are, by dotted name."""
+    out: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, (bool, int, float, str)):
+                out[f"{path}.{key}" if path else key] = value
+            elif isinstance(value, (list, dict)) and not key.startswith("_"):
+                out[f"len({path}.{key})" if path else f"len({key})"] = len(value)
+    return out
+
+
+def user_frame() -> str:
+    """The innermost frame that is not torch's or ours."""
+    return innermost(traceback.extract_stack())
+
+
+def innermost(stack: Iterable[traceback.FrameSummary]) -> str:
+    """The last frame of ``stack`` that is not torch's or ours; empty if there is none."""
+    own = ("autopar/capture.py", "autopar/hidden.py", "contextlib.py")
+    frames = [f for f in stack if "/torch/" not in f.filename and not f.filename.endswith(own)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
+
+
+# ------------------------------------------------------------------------------------------------ unseen writes
+
+
+def stop_in_place(graph: fx.Graph) -> None:
+    """``x.detach_()`` --> ``x.detach()`` for all that use ``x`` from there on; functional graphs would forget it."""
+    for node in graph.find_nodes(op="call_function", target=aten.detach_.default):
+        source: Any = node.args[0]
+        with graph.inserting_before(node):
+            stopped = graph.call_function(aten.detach.default, (source,))
+        stopped.meta = dict(node.meta)
+        later = [n for n in source.users if n > node]
+        node.replace_all_uses_with(stopped)
+        for user in later:
+            user.replace_input_with(source, stopped)
+        graph.erase_node(node)
+
+
+def refuse_unseen_writes(owner: fx.GraphModule, trained: set[str]) -> None:
+    """Raise CaptureError on writes that autograd does not see into values that have a gradient.
+
+    ``with torch.no_grad(): h.mul_(2)`` and ``h.detach().mul_(2)`` change ``h`` and leave its gradient as it was; the
+    same ops made functional would scale or lose it.  trained: names of the placeholders of trained weights.
+    """
+    aliases: dict[fx.Node, tuple[fx.Node, bool]] = {}  # what it shares memory with, and whether autograd loses sight
+    carrying = {n for n in owner.graph.find_nodes(op="placeholder") if n.name in trained}
+
+    def flows(node: fx.Node) -> bool:
+        base, unseen = aliases[node]
+        return base in carrying and not unseen
+
+    def walk(owner: fx.GraphModule, enabled: bool) -> None:
+        for node in owner.graph.nodes:
+            if node.op != "call_function":
+                aliases.setdefault(node, (node, False))
+                continue
+            if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+                inside, body, *args = node.args
+                inner: Any = getattr(owner, str(body.target))
+                for given, arg in zip(inner.graph.find_nodes(op="placeholder"), args, strict=True):
+                    aliases[given] = aliases.get(arg, (given, False))
+                walk(inner, bool(inside))
+                for item in node.users:
+                    base, unseen = aliases[inner.graph.output_node().args[0][item.args[1]]]
+                    aliases[item] = (base, unseen or not inside)
+                continue
+            if node in aliases:  # a result of a region
+                continue
+            inputs = node.all_input_nodes
+            has_gradient = enabled and _is_float(node) and any(map(flows, inputs))
+            if inputs and _is_alias(node):
+                base, unseen = aliases[inputs[0]]
+                unseen |= node.target is aten.detach.default or not enabled
+                if _writes(node):
+                    if unseen and (base in carrying or has_gradient):
+                        raise CaptureError(
+                            "a write that autograd does not see, into a value that has a gradient",
+                            where=place(node),
+                            got=str(node.target),
+                            hint=_NO_WRITE,
+                        )
+                    if has_gradient:
+                        carrying.add(base)
+                aliases[node] = (base, unseen)
+            else:
+                aliases[node] = (node, False)
+                if has_gradient:
+                    carrying.add(node)
+
+    walk(owner, True)
+
+
+def _is_alias(node: fx.Node) -> bool:
+    """Whether the result shares memory with the first tensor that ``node`` takes, or may share it."""
+    if node.target is operator.getitem:
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload) or not any(r.alias_info for r in node.target._schema.returns):
+        return False
+    value, source = node.meta.get("val"), node.all_input_nodes[0].meta.get("val")
+    same = isinstance(value, torch.Tensor) and isinstance(source, torch.Tensor) and value.dtype == source.dtype
+    return same or not isinstance(value, torch.Tensor)
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _is_float(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
