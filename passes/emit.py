@@ -236,7 +236,9 @@ class _Emitter:
         algorithm = next((a for c in strategy.choices if (a := algorithm_of(op.rule, c)) is not None), None)
         if algorithm is not None:
             target = algorithm.run
-            overrides["parts"] = {f: self.part(op, strategy, (f,)) for f in algorithm.splits if f in op.rule.sizes}
+            factors = [f for f in algorithm.splits if f in op.rule.sizes]
+            factors += [op.rule.images[f] for f in factors if f in op.rule.images]
+            overrides["parts"] = {f: self.part(op, strategy, (f,)) for f in factors}
         if op.rule.reshapes:
             node = self.reshape(next(inputs), op.outputs[0], strategy.outs[0])
         else:
@@ -257,22 +259,14 @@ class _Emitter:
 
     def part(self, op: Operation, strategy: Strategy, names: Sequence[str]) -> Part:
         """What this rank holds of the dimension with these factors."""
-        sizes = op.rule.sizes
-        whole = 1
-        for f in names:
-            whole *= sizes.get(f, 1)
+        sizes = [op.rule.sizes.get(f, 1) for f in names]
         found = []
-        for axis, choice in enumerate(strategy.choices):
-            if choice.factor in names and choice.factor:
-                k = list(names).index(choice.factor)
-                outer = inner = 1
-                for f in names[:k]:
-                    outer *= sizes.get(f, 1)
-                for f in names[k + 1 :]:
-                    inner *= sizes.get(f, 1)
-                cut = choice.cut
-                found.append(AxisCut(self.axes[axis], outer * cut.m, cut.N, cut.u * inner))
-        return Part(whole, tuple(sorted(found, key=lambda c: c.m)))
+        for k, factor in enumerate(names):
+            outer, inner = math.prod(sizes[:k]), math.prod(sizes[k + 1 :])
+            found += [
+                AxisCut(self.axes[axis], outer * cut.m, cut.N, cut.u * inner) for axis, cut in strategy.cuts(factor)
+            ]
+        return Part(math.prod(sizes), tuple(sorted(found, key=lambda c: c.m)))
 
     # ------------------------------------------------------------------------------------------ notes
 

@@ -6,7 +6,6 @@ Each rewrite draws ``before --> after``.
 from __future__ import annotations
 
 import math
-import operator
 
 import torch
 from torch import fx
@@ -15,14 +14,13 @@ from autopar.errors import CaptureError
 from autopar.passes.bags import embedding_bags
 from autopar.passes.constants import evaluate_constants, fold_constants
 from autopar.passes.decompose import decompose
+from autopar.passes.expand import expand_ops
 from autopar.passes.fills import fills
-from autopar.passes.rewrite import argument, calls, cast_like, new_node, placeholder, renamed, replace
-from autopar.program import Program, args_of, dtype_of, is_tensor, place, shape_of
-from autopar.runtime.kernels.attention import attention
-from autopar.runtime.kernels.dropout import dropout
-from autopar.runtime.kernels.loss import cross_entropy_count, cross_entropy_sum
-from autopar.runtime.kernels.norm import batch_norm
-from autopar.runtime.kernels.parts import Part
+from autopar.passes.losses import losses_to_sums
+from autopar.passes.norms import norms
+from autopar.passes.randoms import name_random_ops
+from autopar.passes.rewrite import argument, calls, cast_like, new_node, placeholder, renamed, replace, sum_over
+from autopar.program import Program, args_of, is_tensor, place, shape_of
 
 aten = torch.ops.aten
 
@@ -35,6 +33,8 @@ def normalize(program: Program, buffers: dict[str, torch.Tensor]) -> Program:
     placeholder(graph, RNG, 0)
     drop_asserts(graph)
     native_dropouts(program)
+    norms(program)
+    expand_ops(program)
     broadcasts(program)
     embedding_bags(program)
     decompose(program)
@@ -45,11 +45,10 @@ def normalize(program: Program, buffers: dict[str, torch.Tensor]) -> Program:
     values = evaluate_constants(program, buffers)
     index_to_view(program, values)
     refold_linears(program)
-    mean_to_sum(program)
     losses_to_sums(program)
+    mean_to_sum(program)
     causal_masks(program, values)
     name_random_ops(program)
-    batch_norms(program)
     eliminate_dead_code(program)
     return program
 
@@ -197,74 +196,23 @@ def refold_linears(program: Program) -> None:
 def mean_to_sum(program: Program) -> None:
     """``mean(x, dims)`` --> ``sum(x, dims) / N``; average pooling to one position likewise."""
     graph = program.graph
-    for node in calls(graph, aten.mean.dim, aten.mean.default, aten.adaptive_avg_pool2d.default):
+    pools = (aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default)
+    for node in calls(graph, aten.mean.dim, aten.mean.default, *pools):
         x = args_of(node)[0]
         shape = shape_of(x)
-        if node.target is aten.adaptive_avg_pool2d.default:
-            if list(argument(node, "output_size")) != [1, 1]:
+        if node.target in pools:
+            size = argument(node, "output_size")
+            if any(n != 1 for n in size):
                 continue
-            dims, keep = [len(shape) - 2, len(shape) - 1], True
+            dims, keep = list(range(len(shape) - len(size), len(shape))), True
         else:
             given = argument(node, "dim") if node.target is aten.mean.dim else None
-            dims = list(range(len(shape))) if given is None else [d % len(shape) for d in given]
+            dims = list(range(len(shape))) if not given else [d % len(shape) for d in given]
             keep = bool(argument(node, "keepdim"))
-        if argument(node, "dtype") is not None:
-            continue
         with graph.inserting_before(node):
-            total = _sum(x, dims, keep, like=node)
+            total = sum_over(cast_like(x, node), dims, keep)
             mean = new_node(graph, aten.div.Tensor, (total, math.prod(shape[d] for d in dims)), like=node)
             renamed(program, node, cast_like(mean, node))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The type in which sums of ``dtype`` are kept: 16-bit sums overflow or round where a mean does not."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def _sum(x: fx.Node, dims: list[int], keep: bool, *, like: fx.Node) -> fx.Node:
-    dtype = dtype_of(x)
-    options = {} if _wide(dtype) == dtype else {"dtype": _wide(dtype)}
-    return new_node(like.graph, aten.sum.dim_IntList, (x, dims, keep), options, like=like)
-
-
-def losses_to_sums(program: Program) -> None:
-    """``cross_entropy(x, t)`` --> ``cross_entropy_sum(x, t) / cross_entropy_count(t)``; ``mse_loss`` --> sum / N.
-
-    A mean of means is wrong wherever parts have unequal counts; a sum divided by a count is right on every split.
-    """
-    graph = program.graph
-    for node in calls(graph, aten.cross_entropy_loss.default):
-        logits, target = args_of(node)[:2]
-        if argument(node, "weight") is not None or target.meta["val"].is_floating_point():
-            raise CaptureError(
-                "cross entropy with class weights or class probabilities has no rule yet",
-                where=place(node),
-                expected="integer targets, no weight",
-                hint="write it as log_softmax and a sum",
-            )
-        reduction, ignore = argument(node, "reduction"), argument(node, "ignore_index")
-        if reduction == 0:  # none
-            continue
-        with graph.inserting_before(node):
-            loss = new_node(
-                graph, cross_entropy_sum, (logits, target, ignore, argument(node, "label_smoothing")), like=node
-            )
-            if reduction == 1:  # mean
-                dtype = _wide(dtype_of(logits))
-                count = new_node(graph, cross_entropy_count, (target, ignore, dtype), like=node)
-                loss = new_node(graph, aten.div.Tensor, (loss, count), like=node)
-            renamed(program, node, cast_like(loss, node))
-    for node in calls(graph, aten.mse_loss.default):
-        reduction = argument(node, "reduction")
-        with graph.inserting_before(node):
-            gap = new_node(graph, aten.sub.Tensor, tuple(node.args[:2]), like=node)
-            loss = new_node(graph, aten.square.default, (gap,), like=node)
-            if reduction:
-                shape = shape_of(gap)
-                loss = _sum(loss, list(range(len(shape))), False, like=node)
-                if reduction == 1:
-                    loss = new_node(graph, aten.div.Tensor, (loss, math.prod(shape)), like=node)
-            renamed(program, node, cast_like(loss, node))
 
 
 def causal_masks(program: Program, values: dict[str, torch.Tensor]) -> None:
@@ -289,62 +237,6 @@ def causal_masks(program: Program, values: dict[str, torch.Tensor]) -> None:
             continue
         node.args = (*node.args[:3], None, argument(node, "dropout_p"), causal)
         node.kwargs = {k: v for k, v in node.kwargs.items() if k not in ("attn_mask", "dropout_p", "is_causal")}
-
-
-def name_random_ops(program: Program) -> None:
-    """``dropout(x, p, True)`` --> ``dropout(x, p, rng, salt)``; attention that is causal or drops weights likewise.
-
-    ``salt`` is the place of the op among the program's random ops: the mask is a function of (seed, step, salt,
-    position), which no plan changes.
-    """
-    graph = program.graph
-    rng = program.nodes[RNG]
-    salt = 0
-    for node in calls(graph, aten.dropout.default, aten.scaled_dot_product_attention.default):
-        with graph.inserting_before(node):
-            if node.target is aten.dropout.default:
-                dims = [Part(n) for n in shape_of(node)]
-                x, p = args_of(node)[0], argument(node, "p")
-                if not program.training:
-                    raise CaptureError(
-                        "a dropout that is on in evaluation has no rule",
-                        where=place(node),
-                        expected="F.dropout(..., training=self.training), or model.train()",
-                        got="training=True in a model in evaluation mode",
-                    )
-                new = new_node(graph, dropout, (x, p, rng, salt), {"dims": dims}, like=node)
-            else:
-                p = argument(node, "dropout_p") if program.training else 0.0
-                causal = argument(node, "is_causal")
-                if not p and not causal:
-                    continue
-                q, k, v = args_of(node)[:3]
-                mask, scale = argument(node, "attn_mask"), argument(node, "scale")
-                dims = [Part(n) for n in (*shape_of(q)[:-1], shape_of(k)[-2])]
-                args = (q, k, v, mask, causal, scale, p, rng, salt)
-                new = new_node(graph, attention, args, {"dims": dims}, like=node)
-        salt += 1
-        renamed(program, node, new)
-
-
-def batch_norms(program: Program) -> None:
-    """``_native_batch_norm_legit_functional(x, w, b, mean, var, True)`` --> ``batch_norm(x, w, b, mean, var, rng)``."""
-    graph = program.graph
-    rng = program.nodes[RNG]
-    for node in calls(graph, aten._native_batch_norm_legit_functional.default):
-        x, weight, bias, mean, var, training, momentum, eps = node.args
-        if not training:
-            raise CaptureError("batch norm that is frozen inside a training graph has no rule yet", where=place(node))
-        with graph.inserting_before(node):
-            new = new_node(graph, batch_norm, (x, weight, bias, mean, var, momentum, eps, rng), like=node)
-        place_of = {0: 0, 3: 1, 4: 2}
-        for item in list(node.users):
-            which = args_of(item)[1] if item.target is operator.getitem else None
-            if which not in place_of:
-                raise CaptureError("the saved statistics of batch norm are used outside it", where=place(item))
-            with graph.inserting_before(item):
-                renamed(program, item, new_node(graph, operator.getitem, (new, place_of[which]), like=item))
-        graph.erase_node(node)
 
 
 def eliminate_dead_code(program: Program) -> None:

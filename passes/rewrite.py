@@ -62,6 +62,18 @@ def renamed(program: Program, old: fx.Node, new: fx.Node) -> None:
     replace(old, new)
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type in which sums of ``dtype`` are kept: 16-bit sums overflow or round where a mean does not."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def sum_over(x: fx.Node, dims: list[int], keep: bool = False) -> fx.Node:
+    """``sum(x, dims)`` at the insertion point."""
+    dtype = dtype_of(x)
+    options = {} if wide(dtype) == dtype else {"dtype": wide(dtype)}
+    return new_node(x.graph, torch.ops.aten.sum.dim_IntList, (x, dims, keep), options, like=x)
+
+
 def cast_like(x: fx.Node, node: fx.Node) -> fx.Node:
     """``x`` in the type of ``node``."""
     dtype = dtype_of(node)

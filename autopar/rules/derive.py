@@ -31,6 +31,7 @@ class Choice(NamedTuple):
     factor: str = ""
     cut: Cut = Cut(1, 1, 1)
     terms: tuple[int, ...] = ()  # of a linear choice: the input of each product that carries the sum
+    image: tuple[str, Cut] | None = None  # what it cuts of the output's positions, by an algorithm
 
     def __str__(self) -> str:
         if self.kind in (I, R):
@@ -74,6 +75,7 @@ class Strategy(NamedTuple):
     def cuts(self, factor: str) -> tuple[tuple[int, Cut], ...]:
         """(axis, cut) of ``factor``, from the outside in."""
         found = [(a, c.cut) for a, c in enumerate(self.choices) if c.factor == factor]
+        found += [(a, c.image[1]) for a, c in enumerate(self.choices) if c.image and c.image[0] == factor]
         return tuple(sorted(found, key=lambda t: t[1].m))
 
     @property
@@ -109,6 +111,8 @@ def _axis_states(op: OpType, choice: Choice, n: int) -> tuple[list[State], list[
 
     def state(dims: Dims, otherwise: State) -> State:
         cut = dimension_cut(dims, choice.factor, choice.cut, rule.sizes)
+        if cut is None and choice.image is not None:
+            cut = dimension_cut(dims, *choice.image, rule.sizes)
         return otherwise if cut is None else canonical(S(*cut), n)
 
     ins = [state(t, R) for t in rule.ins]
@@ -126,7 +130,15 @@ def apply(op: OpType, choices: Sequence[Choice], axis_sizes: Sequence[int]) -> S
     algorithms = {c.kind for c in choices if c.kind not in (I, R, P, "split")}
     if len(algorithms) > 1:
         return None
-    if rule.filled and any(c.factor and _leaves_empty(c.cut, n) for c, n in zip(choices, axis_sizes, strict=True)):
+    if rule.filled and any(
+        c.kind == "split" and _leaves_empty(c.cut, n) for c, n in zip(choices, axis_sizes, strict=True)
+    ):
+        return None
+    imaged = [c.factor for c in choices if c.factor in rule.images]
+    if len(imaged) > len(set(imaged)):
+        return None
+    choices = [_with_image(rule, c) if c.factor in rule.images else c for c in choices]
+    if any(c.factor in rule.images and c.image is None for c in choices):
         return None
     for factor in {c.factor for c in choices if c.factor}:
         if not cuts_nest(
@@ -152,6 +164,18 @@ def apply(op: OpType, choices: Sequence[Choice], axis_sizes: Sequence[int]) -> S
         if not is_valid(shape, layout, axis_sizes):
             return None
     return strategy
+
+
+def _with_image(rule: Rule, choice: Choice) -> Choice:
+    """``choice`` with the cut of the output's positions: in the same units where they divide, else as torch.chunk.
+
+    Without an image if the rank would not hold one run of positions.
+    """
+    if choice.cut.m != 1:
+        return choice
+    factor = rule.images[choice.factor]
+    size, units = rule.sizes[factor], choice.cut.N
+    return choice._replace(image=(factor, Cut(1, units, size // units) if size % units == 0 else Cut(1, size, 1)))
 
 
 def _leaves_empty(cut: Cut, n: int) -> bool:

@@ -27,9 +27,9 @@ class Algorithm:
     """A second implementation of an op that carries its own communication.
 
     name: shown in plans.  splits: the factors that it makes splittable (any one of them, or several on several axes).
-    run: a function, called as the op is, with the keyword ``parts``: {factor: tuple of Cut} for each factor in
-    ``splits``.  Inputs and outputs that have the factor are S; inputs that lack it are R, outputs that lack it are
-    ``lacking`` ("I", or "P" where each rank returns a term of a sum).
+    run: a function, called as the op is, with the keyword ``parts``: {factor: Part} for each factor in ``splits`` and
+    its image (`Rule`). Inputs and outputs that have the factor are S; inputs that lack it are R, outputs that lack it
+    are ``lacking`` ("I", or "P" where each rank returns a term of a sum).
     """
 
     name: str
@@ -45,7 +45,9 @@ class Rule:
     form: the sum of products in which the op is linear, as positions of inputs.  sums: factors whose parts add up.
     whole: factors that may not be split.  size_args: arguments of the op that are sizes, each in factors.
     part_args: keyword arguments that receive which part of a factor this rank holds.
-    saves: what autograd keeps for backward, ("in", i) or ("out", j).  flops: terms (coefficient, factors).
+    saves: what autograd keeps for backward, ("in", i) or ("out", j). images: a factor of the output that an algorithm
+    cuts where it cuts the factor of the input (positions before and after a window). flops: terms (coefficient,
+    factors).
     """
 
     ins: tuple[Dims, ...]
@@ -59,9 +61,10 @@ class Rule:
     saves: tuple[tuple[str, int], ...] = ()
     flops: tuple[tuple[float, tuple[str, ...]], ...] = ()
     algorithms: tuple[Algorithm, ...] = ()
+    images: Mapping[str, str] = field(default_factory=dict)
     view: bool = False  # only relabels dimensions: may be contracted
     reshapes: bool = False  # runs as a reshape to the local shape of its output
-    filled: bool = False  # no rank may be left without rows: torch's kernel does not take them
+    filled: bool = False  # a split may leave no rank without rows: torch's kernel does not take them
 
     @property
     def factors(self) -> tuple[str, ...]:

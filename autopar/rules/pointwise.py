@@ -75,6 +75,23 @@ def _sums(node: fx.Node) -> Rule:
     return pointwise_rule(node, ((0,), (1,)), ())
 
 
+@computed("aten.hardswish.default", "aten.log_sigmoid.default", "aten._prelu_kernel.default")
+def _untagged(node: fx.Node) -> Rule:
+    """Pointwise without torch's tag."""
+    return pointwise_rule(node, (), tuple(("in", i) for i in range(len(tensor_inputs(node)))))
+
+
+@computed("aten.glu.default")
+def _glu(node: fx.Node) -> Rule:
+    """``... (t c) -> ... c``: of the two halves every rank holds the same share."""
+    given, shape = call_arguments(node), shape_of(node)
+    d = given.get("dim", -1) % len(shape)
+    outs = broadcast_dims(shape, shape)
+    ins = (*outs[:d], ("t", *outs[d]), *outs[d + 1 :])
+    sizes = {f"d{i}": n for i, n in enumerate(shape) if n != 1} | {"t": 2}
+    return Rule((ins,), (outs,), sizes, whole=frozenset("t"), saves=(("in", 0),))
+
+
 @computed("aten.to.dtype")
 def _cast(node: fx.Node) -> Rule:
     """A cast to a type that can hold every value is linear; to fewer bits it rounds, and rounding is not."""

@@ -19,7 +19,8 @@ ALLOWED = {
     "program": {"errors", "layout"},
     "plan": {"errors", "layout", "explain"},  # explain: only inside Plan.explain()
     "testing": {"errors"},
-    "capture": {"errors", "program"},
+    "dropouts": set(),
+    "capture": {"errors", "program", "dropouts"},
     "rules": BASE | KERNELS,
     "cost_model": BASE | {"rules"},
     "modes": BASE | {"rules", "passes.fold"},
