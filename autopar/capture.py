@@ -14,6 +14,7 @@ from torch import nn
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
+from autopar.dropouts import spread_dropouts
 from autopar.errors import AutoparError, CaptureError
 from autopar.hidden import (
     Changes,
@@ -165,6 +166,7 @@ def export(model: nn.Module, example: Any, loss_fn: LossFn | None = None) -> tor
     }
     refuse_unseen_writes(exported.graph_module, trained)
     _inline_gradient_modes(exported)
+    spread_dropouts(exported.graph)
     if needs_functionalization(exported):
         with _EXPORT_LOCK:
             exported = exported.run_decompositions({})

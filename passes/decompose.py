@@ -34,6 +34,7 @@ _KEPT = {
     aten.dropout.default,
     aten.kl_div.default,
     aten.l1_loss.default,
+    aten.multilabel_margin_loss.default,
     aten.nll_loss_nd.default,
     aten.to.device,
     aten.to.dtype_layout,

@@ -18,11 +18,9 @@ from autopar.passes.expand import expand_ops
 from autopar.passes.fills import fills
 from autopar.passes.losses import losses_to_sums
 from autopar.passes.norms import norms
+from autopar.passes.randoms import name_random_ops
 from autopar.passes.rewrite import argument, calls, cast_like, new_node, placeholder, renamed, replace, sum_over
 from autopar.program import Program, args_of, is_tensor, place, shape_of
-from autopar.runtime.kernels.attention import attention
-from autopar.runtime.kernels.dropout import dropout
-from autopar.runtime.kernels.parts import Part
 
 aten = torch.ops.aten
 
@@ -239,42 +237,6 @@ def causal_masks(program: Program, values: dict[str, torch.Tensor]) -> None:
             continue
         node.args = (*node.args[:3], None, argument(node, "dropout_p"), causal)
         node.kwargs = {k: v for k, v in node.kwargs.items() if k not in ("attn_mask", "dropout_p", "is_causal")}
-
-
-def name_random_ops(program: Program) -> None:
-    """``dropout(x, p, True)`` --> ``dropout(x, p, rng, salt)``; attention that is causal or drops weights likewise.
-
-    ``salt`` is the place of the op among the program's random ops: the mask is a function of (seed, step, salt,
-    position), which no plan changes.
-    """
-    graph = program.graph
-    rng = program.nodes[RNG]
-    salt = 0
-    for node in calls(graph, aten.dropout.default, aten.scaled_dot_product_attention.default):
-        with graph.inserting_before(node):
-            if node.target is aten.dropout.default:
-                dims = [Part(n) for n in shape_of(node)]
-                x, p = args_of(node)[0], argument(node, "p")
-                if not program.training:
-                    raise CaptureError(
-                        "a dropout that is on in evaluation has no rule",
-                        where=place(node),
-                        expected="F.dropout(..., training=self.training), or model.train()",
-                        got="training=True in a model in evaluation mode",
-                    )
-                new = new_node(graph, dropout, (x, p, rng, salt), {"dims": dims}, like=node)
-            else:
-                p = argument(node, "dropout_p") if program.training else 0.0
-                causal = argument(node, "is_causal")
-                if not p and not causal:
-                    continue
-                q, k, v = args_of(node)[:3]
-                mask, scale = argument(node, "attn_mask"), argument(node, "scale")
-                dims = [Part(n) for n in (*shape_of(q)[:-1], shape_of(k)[-2])]
-                args = (q, k, v, mask, causal, scale, p, rng, salt)
-                new = new_node(graph, attention, args, {"dims": dims}, like=node)
-        salt += 1
-        renamed(program, node, new)
 
 
 def eliminate_dead_code(program: Program) -> None:

@@ -10,13 +10,13 @@ from torch import fx
 from autopar.errors import CaptureError
 from autopar.passes.rewrite import argument, calls, new_node, renamed
 from autopar.program import Program, args_of, place, shape_of
-from autopar.runtime.kernels.norm import batch_norm, batch_norm_fixed, batch_norm_stateless, group_norm
+from autopar.runtime.kernels.norm import batch_norm, batch_norm_fixed, batch_norm_stateless, group_norm, instance_norm
 
 aten = torch.ops.aten
 
 
 def norms(program: Program) -> None:
-    """Every norm over the batch, over groups and over positions in its one form."""
+    """Every norm in its one form."""
     batch_norms(program)
     group_norms(program)
     instance_norms(program)
@@ -76,23 +76,27 @@ def group_norms(program: Program) -> None:
 def instance_norms(program: Program) -> None:
     """``instance_norm(x, w, b)`` --> ``group_norm(x, channels, w, b)``; by fixed statistics --> ``batch_norm_fixed``.
 
-    Running statistics are refused in training: torch's op changes them where no graph shows it.
+    With running statistics, which torch's op changes where no graph shows it --> ``instance_norm(..., rng)[0]``, whose
+    other outputs are the buffers' new values.
     """
     graph = program.graph
+    rng = program.nodes["rng"]
     for node in calls(graph, aten.instance_norm.default):
-        names = ("input", "weight", "bias", "running_mean", "running_var", "use_input_stats", "eps")
-        x, weight, bias, mean, var, own, eps = (argument(node, n) for n in names)
+        names = ("input", "weight", "bias", "running_mean", "running_var", "use_input_stats", "momentum", "eps")
+        x, weight, bias, mean, var, own, momentum, eps = (argument(node, n) for n in names)
         with graph.inserting_before(node):
             if not own:
                 new = new_node(graph, batch_norm_fixed, (x, weight, bias, mean, var, eps), like=node)
-            elif mean is not None:
-                raise CaptureError(
-                    "instance norm that keeps running statistics has no rule in training",
-                    where=place(node),
-                    expected="track_running_stats=False, or statistics that are fixed (eval mode)",
-                    got="track_running_stats=True",
-                    hint="training does not use them: set track_running_stats=False",
-                )
-            else:
+            elif mean is None:
                 new = new_node(graph, group_norm, (x, shape_of(x)[1], weight, bias, eps), like=node)
+            else:
+                names = [program.buffers[v.name] for v in (mean, var)]
+                # of a layer that runs twice the second call begins with what the first one left
+                mean, var = (
+                    program.node(program.mutations[n]) if n in program.mutations else v
+                    for n, v in zip(names, (mean, var), strict=True)
+                )
+                every = new_node(graph, instance_norm, (x, weight, bias, mean, var, momentum, eps, rng), like=node)
+                new, *kept = (new_node(graph, operator.getitem, (every, k), like=node) for k in range(3))
+                program.mutations.update(zip(names, (k.name for k in kept), strict=True))
         renamed(program, node, new)

@@ -13,6 +13,7 @@ from autopar.runtime.kernels.norm import (
     batch_norm_parts,
     batch_norm_stateless_parts,
     group_norm_parts,
+    instance_norm_parts,
     layer_norm_parts,
     rms_norm_parts,
 )
@@ -51,15 +52,16 @@ def _group_norm(node: fx.Node) -> Rule:
 
 algorithm("autopar.group_norm", "parts", splits="c b0 b1 b2", run=group_norm_parts)
 
-rule(
-    "autopar.batch_norm",
-    "n c ..., c, c, c, c -> n c ..., c, c",
-    args="x w b mean var",
-    whole="n ...",
-    saves="x",
-    flops="8 n c ...",
-)
-algorithm("autopar.batch_norm", "parts", splits="n b0 b1 b2", run=batch_norm_parts)
+for _op, _run in (("autopar.batch_norm", batch_norm_parts), ("autopar.instance_norm", instance_norm_parts)):
+    rule(
+        _op,
+        "n c ..., c, c, c, c -> n c ..., c, c",
+        args="x w b mean var",
+        whole="n ...",
+        saves="x",
+        flops="8 n c ...",
+    )
+    algorithm(_op, "parts", splits="n b0 b1 b2", run=_run)
 
 rule(
     "autopar.batch_norm_stateless",

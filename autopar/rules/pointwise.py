@@ -88,7 +88,7 @@ def _glu(node: fx.Node) -> Rule:
     d = given.get("dim", -1) % len(shape)
     outs = broadcast_dims(shape, shape)
     ins = (*outs[:d], ("t", *outs[d]), *outs[d + 1 :])
-    sizes = {f"d{i}": n for i, n in enumerate(shape) if n > 1} | {"t": 2}
+    sizes = {f"d{i}": n for i, n in enumerate(shape) if n != 1} | {"t": 2}
     return Rule((ins,), (outs,), sizes, whole=frozenset("t"), saves=(("in", 0),))
 
 

@@ -17,3 +17,12 @@ def _dropout(node: fx.Node) -> Rule:
     dims = tuple(d or (f"u{i}",) for i, d in enumerate(broadcast_dims(shape, shape)))
     rule = pointwise_rule(node, ((0,),), (("out", 0),), part_args={"dims": dims})
     return rule
+
+
+@computed("autopar.random_uniform", "autopar.random_normal")
+def _source(node: fx.Node) -> Rule:
+    """Made from nothing but positions; told the part of each dimension that the rank holds."""
+    shape = shape_of(node)
+    dims = broadcast_dims(shape, shape)
+    sizes = {f"d{i}": n for i, n in enumerate(shape) if n != 1}
+    return Rule((), (dims,), sizes, size_args={"size": dims}, part_args={"dims": dims})

@@ -14,7 +14,7 @@ from autopar.runtime.kernels.reduce import log_softmax_parts, logsumexp_parts, s
 def reduced_dims(node: fx.Node, dims: list[int], keep: bool) -> tuple[Dims, Dims, dict[str, int], list[str]]:
     """(input, output, sizes, reduced factors) of a reduction over ``dims``."""
     shape = shape_of(tensor_inputs(node)[0])
-    sizes = {f"d{i}": n for i, n in enumerate(shape) if n > 1}
+    sizes = {f"d{i}": n for i, n in enumerate(shape) if n != 1}
     whole = tuple(() if n == 1 else (f"d{i}",) for i, n in enumerate(shape))
     out = tuple(() if i in dims else f for i, f in enumerate(whole) if keep or i not in dims)
     return whole, out, sizes, [f for i in dims for f in whole[i]]
@@ -64,7 +64,7 @@ def _along(node: fx.Node) -> Rule:
     if out != shape or not shape:
         kept = tuple(() if i in dims else f for i, f in enumerate(ins))
         outs = kept if len(out) == len(shape) else tuple(f for i, f in enumerate(kept) if i not in dims)
-    sizes = {f: n for f, n in zip(names, shape, strict=True) if n > 1}
+    sizes = {f: n for f, n in zip(names, shape, strict=True) if n != 1}
     whole = frozenset(f for f in sizes if f[0] == "r")
     name = str(node.target)
     saves: tuple[tuple[str, int], ...] = (("in", 0), ("out", 0))

@@ -20,7 +20,8 @@ ALLOWED = {
     "plan": {"errors", "layout", "explain"},  # explain: only inside Plan.explain()
     "testing": {"errors"},
     "hidden": {"errors", "program"},
-    "capture": {"errors", "program", "hidden"},
+    "dropouts": set(),
+    "capture": {"errors", "program", "hidden", "dropouts"},
     "rules": BASE | KERNELS,
     "cost_model": BASE | {"rules"},
     "modes": BASE | {"rules", "passes.fold"},

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autopar.errors import RuntimeMismatch
 from autopar.runtime.kernels.parts import Part, positions
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -40,14 +42,19 @@ def _scramble(x: Tensor) -> Tensor:
     return x
 
 
-def keep_mask(dims: Sequence[Part], p: float, rng: int, salt: int, device: torch.device) -> Tensor:
-    """Bool, True with probability 1 - p; one entry per local element of a tensor with dimensions ``dims``."""
+def _words(dims: Sequence[Part], rng: int, salt: int, device: torch.device) -> Tensor:
+    """One random int32 per local element of a tensor with dimensions ``dims``."""
     word = _mix(rng + salt * _GOLDEN & _MASK)
     mask = torch.tensor(_signed(word), dtype=torch.int32, device=device)
     for part in dims:  # every dimension mixes its global position into the word of the dimensions before it
         index = positions(part, device).to(torch.int32)
         mask = _scramble(mask.unsqueeze(-1) + index * _signed(0x9E3779B1))
-    return mask >= _signed(round(p * (1 << 32)) - (1 << 31))
+    return mask
+
+
+def keep_mask(dims: Sequence[Part], p: float, rng: int, salt: int, device: torch.device) -> Tensor:
+    """Bool, True with probability 1 - p; one entry per local element of a tensor with dimensions ``dims``."""
+    return _words(dims, rng, salt, device) >= _signed(round(p * (1 << 32)) - (1 << 31))
 
 
 class _Masked(torch.autograd.Function):
@@ -77,3 +84,43 @@ def dropout(x: Tensor, p: float, rng: int | None, salt: int, *, dims: Sequence[P
     keep = keep_mask(dims, p, rng, salt, x.device)
     dropped: Tensor = _Masked.apply(x, keep, 1 / (1 - p))
     return dropped
+
+
+def random_uniform(
+    size: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    rng: int | None,
+    salt: int,
+    *,
+    dims: Sequence[Part],
+) -> Tensor:
+    """Numbers from [0, 1), each a function of its global position; ``size`` is local, ``dims`` the part it is."""
+    bits = -round(math.log2(torch.finfo(dtype).eps)) if dtype.itemsize == 2 else 24  # fewer than rounding would reach 1
+    whole = (_words(dims, _key(rng), salt, device).to(torch.int64) + (1 << 31)) >> (32 - bits)
+    return (whole.to(torch.float64) / (1 << bits)).to(dtype).reshape(tuple(size))
+
+
+def random_normal(
+    size: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    rng: int | None,
+    salt: int,
+    *,
+    dims: Sequence[Part],
+) -> Tensor:
+    """`random_uniform` of the standard normal distribution."""
+    uniform = (_words(dims, _key(rng), salt, device).to(torch.float64) + (1 << 31) + 0.5) / (1 << 32)
+    return (torch.erfinv(2 * uniform - 1) * math.sqrt(2)).to(dtype).reshape(tuple(size))
+
+
+def _key(rng: int | None) -> int:
+    if rng is None:
+        raise RuntimeMismatch(
+            "this model draws random numbers that evaluation does not",
+            expected="a model in training mode",
+            got="eval()",
+            hint="plan the model in evaluation mode for evaluation",
+        )
+    return rng

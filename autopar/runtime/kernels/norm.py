@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ def _total(x: Tensor, axes: Sequence[Axis]) -> Tensor:
 def _standardised(
     x: Tensor, over: Sequence[int], count: int, axes: Sequence[Axis], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(x standardised, mean, variance) over the dimensions ``over``, of which all ranks together hold ``count`` rows."""
+    """(x standardised, mean, variance) over the dimensions ``over``; all ranks together hold ``count`` rows of them."""
     mean = _total(x.sum(over, keepdim=True), axes) / count
     centred = x - mean
     variance = _total(centred.square().sum(over, keepdim=True), axes) / count
@@ -37,6 +38,30 @@ def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     if weight is not None:
         y = y * weight.reshape(shape)
     return y if bias is None else y + bias.reshape(shape)
+
+
+class _Nothing(torch.autograd.Function):
+    """A norm of no elements, as one node like torch's own, which keeps the weight.
+
+    Ranks that hold something and ranks that do not must ask for kept weights and hand over gradients in one order:
+    both may communicate.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.bias = None if bias is None else torch.zeros_like(bias)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        return grad, None if weight is None else torch.zeros_like(weight), ctx.bias
+
+
+def _nothing(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    made: Tensor = _Nothing.apply(x, weight, bias)
+    return made
 
 
 def layer_norm_parts(
@@ -75,7 +100,7 @@ def rms_norm_parts(
 def group_norm(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Group norm; x is [b, (g c), ...] with ``groups`` groups on this rank."""
     if not x.numel():  # torch's raises on a rank without channels; what it holds still belongs to the graph
-        return _affine(x, weight, bias)
+        return _nothing(x, weight, bias)
     return F.group_norm(x, groups, weight, bias, eps)
 
 
@@ -91,7 +116,8 @@ def group_norm_parts(
     """`group_norm` with channels of a group, or positions, split over ranks."""
     axes = [cut.axis for part in parts.values() for cut in part.cuts]
     count = math.prod(part.size for part in parts.values())
-    grouped = x.reshape(x.shape[0], groups, -1) if x.numel() else x.new_zeros(x.shape[0], groups, 0)
+    width = x.shape[1] // max(groups, 1) * math.prod(x.shape[2:])  # never -1: what a rank holds may be nothing
+    grouped = x.reshape(x.shape[0], groups, width)
     y, _, _ = _standardised(grouped, [-1], count, axes, eps)
     return _affine(y.reshape(x.shape), weight, bias)
 
@@ -111,7 +137,7 @@ def batch_norm(
     ``rng`` None means evaluation: running statistics are used and left alone.
     """
     if not x.shape[1]:  # torch's raises on a rank without channels; what it holds still belongs to the graph
-        return _affine(x, weight, bias), running_mean, running_var
+        return _nothing(x, weight, bias), running_mean, running_var
     if rng is None and running_mean is not None:
         return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps), running_mean, running_var
     mean = None if running_mean is None else running_mean.clone()
@@ -164,5 +190,51 @@ def batch_norm_fixed(
 ) -> Tensor:
     """Batch norm by statistics that do not depend on the batch: affine in x, channel by channel."""
     if not x.numel():
-        return _affine(x, weight, bias)
+        return _nothing(x, weight, bias)
     return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
+
+
+def instance_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+    eps: float,
+    rng: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Instance norm that keeps running statistics: (y, new mean, new variance), which are means over the batch.
+
+    ``rng`` None means evaluation, as in `batch_norm`; x is [b, c, ...].
+    """
+    whole = {"n": Part(x.shape[0])} | {f"b{i}": Part(n) for i, n in enumerate(x.shape[2:])}
+    return instance_norm_parts(x, weight, bias, running_mean, running_var, momentum, eps, rng, parts=whole)
+
+
+def instance_norm_parts(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+    eps: float,
+    rng: int | None,
+    *,
+    parts: Mapping[str, Part],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`instance_norm` with the batch or positions split."""
+    if rng is None:
+        return batch_norm_fixed(x, weight, bias, running_mean, running_var, eps), running_mean, running_var
+    batch = parts["n"]
+    positions = [part for name, part in parts.items() if name != "n"]
+    axes = [cut.axis for part in positions for cut in part.cuts]
+    count = math.prod(part.size for part in positions)
+    y, mean, variance = _standardised(x, list(range(2, x.dim())), count, axes, eps)
+    with torch.no_grad():
+        over = [cut.axis for cut in batch.cuts]
+        new_mean, new_var = (_total(v.flatten(1).sum(0), over) / batch.size for v in (mean, variance))
+        new_mean = running_mean * (1 - momentum) + new_mean * momentum
+        new_var = running_var * (1 - momentum) + new_var * (momentum * count / max(count - 1, 1))
+    return _affine(y, weight, bias), new_mean, new_var
