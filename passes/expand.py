@@ -116,7 +116,9 @@ def _statistics(kind: str, overload: str) -> Callable[..., Any]:
     return expansion
 
 
-def _rrelu(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None) -> Tensor:
+def _rrelu(
+    x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
+) -> Tensor:
     return F.leaky_relu(x, (lower + upper) / 2)
 
 
@@ -207,9 +209,7 @@ def _lstm_cell(
     return o.sigmoid() * cell.tanh(), cell
 
 
-def _gru_cell(
-    x: Tensor, h: Tensor, w: Tensor, u: Tensor, b: Tensor | None = None, c: Tensor | None = None
-) -> Tensor:
+def _gru_cell(x: Tensor, h: Tensor, w: Tensor, u: Tensor, b: Tensor | None = None, c: Tensor | None = None) -> Tensor:
     r, z, n = F.linear(x, w, b).chunk(3, 1)
     hr, hz, hn = F.linear(h, u, c).chunk(3, 1)
     new = (n + hn * (r + hr).sigmoid()).tanh()
@@ -217,12 +217,32 @@ def _gru_cell(
 
 
 def _rnn_cell(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
-    def cell(
-        x: Tensor, h: Tensor, w: Tensor, u: Tensor, b: Tensor | None = None, c: Tensor | None = None
-    ) -> Tensor:
+    def cell(x: Tensor, h: Tensor, w: Tensor, u: Tensor, b: Tensor | None = None, c: Tensor | None = None) -> Tensor:
         return activation(F.linear(x, w, b) + F.linear(h, u, c))
 
     return cell
+
+
+def _pixel_shuffle(x: Tensor, r: int) -> Tensor:
+    """``(c r s) y x -> c (y r) (x s)``: views, which cost nothing and split by what the eye sees."""
+    *lead, c, h, w = x.shape
+    n = len(lead)
+    parts = x.reshape(*lead, c // r**2, r, r, h, w)
+    order = [*range(n), n, n + 3, n + 1, n + 4, n + 2]
+    return parts.permute(order).reshape(*lead, c // r**2, h * r, w * r)
+
+
+def _pixel_unshuffle(x: Tensor, r: int) -> Tensor:
+    *lead, c, h, w = x.shape
+    n = len(lead)
+    parts = x.reshape(*lead, c, h // r, r, w // r, r)
+    order = [*range(n), n, n + 2, n + 4, n + 1, n + 3]
+    return parts.permute(order).reshape(*lead, c * r**2, h // r, w // r)
+
+
+def _channel_shuffle(x: Tensor, groups: int) -> Tensor:
+    n, c, *rest = x.shape
+    return x.reshape(n, groups, c // groups, *rest).transpose(1, 2).reshape(n, c, *rest)
 
 
 _EXPANSIONS: dict[Any, Callable[..., Any]] = {
@@ -233,6 +253,9 @@ _EXPANSIONS: dict[Any, Callable[..., Any]] = {
         for overload in ("default", "dim", "correction")
     },
     aten.prelu.default: _prelu,
+    aten.pixel_shuffle.default: _pixel_shuffle,
+    aten.pixel_unshuffle.default: _pixel_unshuffle,
+    aten.channel_shuffle.default: _channel_shuffle,
     aten.hinge_embedding_loss.default: _hinge_embedding,
     aten.margin_ranking_loss.default: _margin_ranking,
     aten.cosine_embedding_loss.default: _cosine_embedding,

@@ -80,13 +80,13 @@ def _reduce(program: Program, node: fx.Node, count: fx.Node | None) -> None:
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     args = list(args_of(node))[: names.index("reduction")]
     rest = {n: v for n, v in zip(names, args_of(node), strict=False) if n not in names[: len(args)]}
-    losses = new_node(
-        program.graph, node.target, tuple(args), {**rest, **node.kwargs, "reduction": NONE}, like=node
-    )
+    losses = new_node(program.graph, node.target, tuple(args), {**rest, **node.kwargs, "reduction": NONE}, like=node)
     shape = shape_of(losses)
     total = sum_over(losses, list(range(len(shape))))
     if reduction == MEAN:
-        total = new_node(program.graph, aten.div.Tensor, (total, math.prod(shape) if count is None else count), like=node)
+        total = new_node(
+            program.graph, aten.div.Tensor, (total, math.prod(shape) if count is None else count), like=node
+        )
     renamed(program, node, cast_like(total, node))
 
 

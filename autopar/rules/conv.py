@@ -74,7 +74,9 @@ def _conv(node: fx.Node) -> Rule:
     space = len(w) - 2
     if len(x) != len(w):
         raise RuleError("a convolution without a batch has no rule", where=place(node), hint="x.unsqueeze(0)")
-    options = zip(*(_each(given.get(n, d), space) for n, d in (("stride", 1), ("dilation", 1), ("padding", 0))), strict=True)
+    options = zip(
+        *(_each(given.get(n, d), space) for n, d in (("stride", 1), ("dilation", 1), ("padding", 0))), strict=True
+    )
     positions = [
         _positions(i, x[2 + i], out[2 + i], w[2 + i], stride, dilation, padding)
         for i, (stride, dilation, padding) in enumerate(options)
@@ -187,8 +189,7 @@ def _pool(node: fx.Node) -> Rule:
     stride = _each(given.get("stride") or window, space)
     dilation, padding = (_each(given.get(n, d), space) for n, d in (("dilation", 1), ("padding", 0)))
     positions = [
-        _positions(i, x[i - space], out[i - space], window[i], stride[i], dilation[i], padding[i])
-        for i in range(space)
+        _positions(i, x[i - space], out[i - space], window[i], stride[i], dilation[i], padding[i]) for i in range(space)
     ]
     images = dict(p.image for p in positions if p.image is not None)
     return _pooling(node, positions, algorithms=_with_halo(node, images), images=images)
@@ -253,6 +254,4 @@ def _upsample(node: fx.Node) -> Rule:
         whole += [f"r{i}"] if repeats else [f"y{i}", f"z{i}"]
     kept = frozenset(f for f in whole if sizes[f] > 1)
     local = {"output_size": tuple(outs[2:])} if given.get("output_size") is not None else {}
-    return Rule(
-        (_kept(ins, sizes),), (_kept(outs, sizes),), sizes, ((0,),), whole=kept, size_args=local, filled=True
-    )
+    return Rule((_kept(ins, sizes),), (_kept(outs, sizes),), sizes, ((0,),), whole=kept, size_args=local, filled=True)

@@ -83,7 +83,10 @@ def borrow(x: Tensor, dim: int, before: Part, after: Part, window: Window, fill:
     rows of one, all ``fill``: no kernel takes fewer.
     """
     (cut,) = before.cuts
-    wanted = [(a * window.stride - window.before, (b - 1) * window.stride - window.before + window.reach) for a, b in _runs(after)]
+    wanted = [
+        (a * window.stride - window.before, (b - 1) * window.stride - window.before + window.reach)
+        for a, b in _runs(after)
+    ]
     empty = [a == b for a, b in _runs(after)]
     size = before.size
     needs = [

@@ -32,9 +32,7 @@ def cross_entropy_sum(
     )
 
 
-def cross_entropy_count(
-    target: Tensor, ignore_index: int, dtype: torch.dtype, weight: Tensor | None = None
-) -> Tensor:
+def cross_entropy_count(target: Tensor, ignore_index: int, dtype: torch.dtype, weight: Tensor | None = None) -> Tensor:
     """How many targets are not ignored, or the sum of their classes' weights [c], as a number of ``dtype``."""
     counts = target != ignore_index
     if weight is None:
