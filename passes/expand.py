@@ -144,6 +144,10 @@ def _reduced(losses: Tensor, reduction: int) -> Tensor:
     return losses.mean() if reduction == 1 else losses.sum() if reduction == 2 else losses
 
 
+def _mse(x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
+    return _reduced((x - target).square(), reduction)
+
+
 def _hinge_embedding(x: Tensor, target: Tensor, margin: float = 1.0, reduction: int = 1) -> Tensor:
     losses = (margin - x).clamp_min(0).masked_fill(target == 1, 0) + x.masked_fill(target == -1, 0)
     return _reduced(losses, reduction)
@@ -256,6 +260,7 @@ _EXPANSIONS: dict[Any, Callable[..., Any]] = {
     aten.pixel_shuffle.default: _pixel_shuffle,
     aten.pixel_unshuffle.default: _pixel_unshuffle,
     aten.channel_shuffle.default: _channel_shuffle,
+    aten.mse_loss.default: _mse,
     aten.hinge_embedding_loss.default: _hinge_embedding,
     aten.margin_ranking_loss.default: _margin_ranking,
     aten.cosine_embedding_loss.default: _cosine_embedding,

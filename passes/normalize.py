@@ -6,7 +6,6 @@ Each rewrite draws ``before --> after``.
 from __future__ import annotations
 
 import math
-import operator
 
 import torch
 from torch import fx

@@ -24,7 +24,7 @@ def _total(x: Tensor, axes: Sequence[Axis]) -> Tensor:
 def _standardised(
     x: Tensor, over: Sequence[int], count: int, axes: Sequence[Axis], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(x standardised, mean, variance) over the dimensions ``over``, of which all ranks together hold ``count`` rows."""
+    """(x standardised, mean, variance) over the dimensions ``over``; all ranks together hold ``count`` rows of them."""
     mean = _total(x.sum(over, keepdim=True), axes) / count
     centred = x - mean
     variance = _total(centred.square().sum(over, keepdim=True), axes) / count
