@@ -144,6 +144,10 @@ def _reduced(losses: Tensor, reduction: int) -> Tensor:
     return losses.mean() if reduction == 1 else losses.sum() if reduction == 2 else losses
 
 
+def _mse(x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
+    return _reduced((x - target).square(), reduction)
+
+
 def _hinge_embedding(x: Tensor, target: Tensor, margin: float = 1.0, reduction: int = 1) -> Tensor:
     losses = (margin - x).clamp_min(0).masked_fill(target == 1, 0) + x.masked_fill(target == -1, 0)
     return _reduced(losses, reduction)
@@ -223,6 +227,34 @@ def _rnn_cell(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     return cell
 
 
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """A direction and a length, of each row along ``dim``; of the whole weight where it is -1."""
+    others = [d for d in range(v.dim()) if dim == -1 or d != dim % v.dim()]
+    return v * (g / _root(v.square().sum(others, keepdim=True)))
+
+
+def _pixel_shuffle(x: Tensor, r: int) -> Tensor:
+    """``(c r s) y x -> c (y r) (x s)``: views, which cost nothing and split by what the eye sees."""
+    *lead, c, h, w = x.shape
+    n = len(lead)
+    parts = x.reshape(*lead, c // r**2, r, r, h, w)
+    order = [*range(n), n, n + 3, n + 1, n + 4, n + 2]
+    return parts.permute(order).reshape(*lead, c // r**2, h * r, w * r)
+
+
+def _pixel_unshuffle(x: Tensor, r: int) -> Tensor:
+    *lead, c, h, w = x.shape
+    n = len(lead)
+    parts = x.reshape(*lead, c, h // r, r, w // r, r)
+    order = [*range(n), n, n + 2, n + 4, n + 1, n + 3]
+    return parts.permute(order).reshape(*lead, c * r**2, h // r, w // r)
+
+
+def _channel_shuffle(x: Tensor, groups: int) -> Tensor:
+    n, c, *rest = x.shape
+    return x.reshape(n, groups, c // groups, *rest).transpose(1, 2).reshape(n, c, *rest)
+
+
 _EXPANSIONS: dict[Any, Callable[..., Any]] = {
     aten.linalg_vector_norm.default: _vector_norm,
     **{
@@ -230,7 +262,12 @@ _EXPANSIONS: dict[Any, Callable[..., Any]] = {
         for kind in ("std", "var", "std_mean", "var_mean")
         for overload in ("default", "dim", "correction")
     },
+    aten._weight_norm.default: _weight_norm,
     aten.prelu.default: _prelu,
+    aten.pixel_shuffle.default: _pixel_shuffle,
+    aten.pixel_unshuffle.default: _pixel_unshuffle,
+    aten.channel_shuffle.default: _channel_shuffle,
+    aten.mse_loss.default: _mse,
     aten.hinge_embedding_loss.default: _hinge_embedding,
     aten.margin_ranking_loss.default: _margin_ranking,
     aten.cosine_embedding_loss.default: _cosine_embedding,

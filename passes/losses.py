@@ -1,4 +1,4 @@
-"""Losses as sums and counts: a mean of means is wrong wherever parts have unequal counts, a sum over a count is right."""
+"""Losses as sums and counts: a mean of means is wrong where parts have unequal counts, a sum over a count is right."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2  # of a loss's ``reduction`` argument
 
 _ONE_BY_ONE = (
-    aten.mse_loss.default,
     aten.l1_loss.default,
     aten.smooth_l1_loss.default,
     aten.huber_loss.default,
@@ -34,7 +33,7 @@ def losses_to_sums(program: Program) -> None:
     """``cross_entropy(x, t)`` --> ``cross_entropy_sum(x, t) / cross_entropy_count(t)``.
 
     ``nll_loss(x, t)`` --> ``sum(nll_loss(x, t, "none")) / cross_entropy_count(t)``.
-    ``mse_loss(x, t)`` --> ``sum(mse_loss(x, t, "none")) / N``, and so every loss of one number per element or example.
+    ``l1_loss(x, t)`` --> ``sum(l1_loss(x, t, "none")) / N``, and so every loss of one number per element or example.
     """
     for node in calls(program.graph, aten.cross_entropy_loss.default):
         with program.graph.inserting_before(node):

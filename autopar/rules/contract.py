@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import torch
 from torch import fx
 
 from autopar.errors import RuleError
 from autopar.layout import Shape
 from autopar.program import args_of, place, shape_of, target_name, tensor_inputs
-from autopar.rules.notation import Dims, Rule
-from autopar.rules.registry import algorithms_of, computed, rule
+from autopar.rules.notation import Dims, Rule, define
+from autopar.rules.registry import algorithms_of, computed, from_text, rule
 
 rule("aten.mm.default", "m k, k n -> m n", args="a b", form="a*b", sum="k", saves="a b", flops="2 m k n")
 rule("aten.bmm.default", "b m k, b k n -> b m n", args="a b", form="a*b", sum="k", saves="a b", flops="2 b m k n")
@@ -26,7 +28,7 @@ rule(
 rule("aten.dot.default", "k, k -> ", args="a b", form="a*b", sum="k", saves="a b", flops="2 k")
 rule("aten.mv.default", "m k, k -> m", args="a b", form="a*b", sum="k", saves="a b", flops="2 m k")
 
-rule(
+_BILINEAR = define(
     "aten.bilinear.default",
     "... i, ... j, o i j, o -> ... o",
     args="x y w b",
@@ -35,6 +37,12 @@ rule(
     saves="x y w",
     flops="2 ... o i j",
 )
+
+
+@computed("aten.bilinear.default")
+def _bilinear(node: fx.Node) -> Rule:
+    """``... i, ... j, o i j, o -> ... o``; torch's takes no empty operand."""
+    return replace(from_text(node, _BILINEAR), filled=True)
 
 
 @computed("aten.matmul.default")

@@ -87,7 +87,7 @@ def _conv(node: fx.Node) -> Rule:
 
 @computed("aten.conv_transpose1d.default", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input")
 def _conv_transpose(node: fx.Node) -> Rule:
-    """``n (g c) y x, (g c) o r s, (g o) -> n (g o) y' x'``; sum c; positions whole, unless the window is one position."""
+    """``n (g c) y x, (g c) o r s, (g o) -> n (g o) y' x'``; sum c; positions whole unless the window is one."""
     inputs, given = tensor_inputs(node), call_arguments(node)
     x, w, out = shape_of(inputs[0]), shape_of(inputs[1]), shape_of(node)
     if len(x) != len(w):

@@ -1,4 +1,4 @@
-"""Ops that rearrange positions and channels of pictures, or look pictures up."""
+"""Pictures looked up at points of a grid."""
 
 from __future__ import annotations
 
@@ -15,33 +15,6 @@ rule("aten.grid_sampler_2d.default", "n c y x, n p q _ -> n c p q", args="x g", 
 
 def _kept(dims: Dims, sizes: dict[str, int]) -> Dims:
     return tuple(tuple(f for f in d if sizes[f] > 1) for d in dims)
-
-
-@computed("aten.pixel_shuffle.default", "aten.pixel_unshuffle.default")
-def _shuffle(node: fx.Node) -> Rule:
-    """``(c r s) y x -> c (y r) (x s)`` with r = s, or back."""
-    back = "unshuffle" in str(node.target)
-    x, out = shape_of(tensor_inputs(node)[0]), shape_of(node)
-    deep, wide = (out, x) if back else (x, out)
-    r, lead = args_of(node)[1], len(x) - 3
-    sizes = {f"d{i}": n for i, n in enumerate(x[:lead])}
-    sizes |= {"c": wide[-3], "y": deep[-2], "x": deep[-1], "r": r, "s": r}
-    first = tuple((f"d{i}",) for i in range(lead))
-    stacked = _kept((*first, ("c", "r", "s"), ("y",), ("x",)), sizes)
-    spread = _kept((*first, ("c",), ("y", "r"), ("x", "s")), sizes)
-    ins, outs = (spread, stacked) if back else (stacked, spread)
-    return Rule((ins,), (outs,), sizes, ((0,),), whole=frozenset("rs") if r > 1 else frozenset())
-
-
-@computed("aten.channel_shuffle.default", "aten.native_channel_shuffle.default")
-def _channel_shuffle(node: fx.Node) -> Rule:
-    """``n (g c) ... -> n (c g) ...``"""
-    shape, groups = shape_of(node), args_of(node)[1]
-    sizes = {f"d{i}": n for i, n in enumerate(shape) if i != 1} | {"g": groups, "c": shape[1] // groups}
-    rest = tuple((f"d{i}",) for i in range(2, len(shape)))
-    ins = _kept((("d0",), ("g", "c"), *rest), sizes)
-    outs = _kept((("d0",), ("c", "g"), *rest), sizes)
-    return Rule((ins,), (outs,), sizes, ((0,),), size_args={"groups": ("g",)})
 
 
 @computed("aten.affine_grid_generator.default")

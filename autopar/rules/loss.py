@@ -61,7 +61,6 @@ def _by_class(node: fx.Node) -> Rule:
 algorithm("aten.cross_entropy_loss.default", "vocabulary", splits="c", run=cross_entropy_parts)
 
 ELEMENTWISE = (
-    "aten.mse_loss.default",
     "aten.l1_loss.default",
     "aten.smooth_l1_loss.default",
     "aten.huber_loss.default",

@@ -28,8 +28,8 @@ class Algorithm:
 
     name: shown in plans.  splits: the factors that it makes splittable (any one of them, or several on several axes).
     run: a function, called as the op is, with the keyword ``parts``: {factor: Part} for each factor in ``splits`` and
-    its image (`Rule`).  Inputs and outputs that have the factor are S; inputs that lack it are R, outputs that lack it are
-    ``lacking`` ("I", or "P" where each rank returns a term of a sum).
+    its image (`Rule`). Inputs and outputs that have the factor are S; inputs that lack it are R, outputs that lack it
+    are ``lacking`` ("I", or "P" where each rank returns a term of a sum).
     """
 
     name: str
@@ -45,8 +45,9 @@ class Rule:
     form: the sum of products in which the op is linear, as positions of inputs.  sums: factors whose parts add up.
     whole: factors that may not be split.  size_args: arguments of the op that are sizes, each in factors.
     part_args: keyword arguments that receive which part of a factor this rank holds.
-    saves: what autograd keeps for backward, ("in", i) or ("out", j).  images: a factor of the output that an algorithm
-    cuts where it cuts the factor of the input (positions before and after a window).  flops: terms (coefficient, factors).
+    saves: what autograd keeps for backward, ("in", i) or ("out", j). images: a factor of the output that an algorithm
+    cuts where it cuts the factor of the input (positions before and after a window). flops: terms (coefficient,
+    factors).
     """
 
     ins: tuple[Dims, ...]

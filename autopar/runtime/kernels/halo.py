@@ -52,7 +52,10 @@ def _send(pieces: Sequence[Tensor], counts: Sequence[int], axis: Axis) -> list[T
     received = sent.new_empty(sum(counts) * each)
     sizes = [p.shape[0] * each for p in pieces]
     dist.all_to_all_single(received, sent, [n * each for n in counts], sizes, group=axis.group)
-    return [r.reshape(-1 if each else n, *rest) for r, n in zip(received.split([n * each for n in counts]), counts)]
+    return [
+        r.reshape(-1 if each else n, *rest)
+        for r, n in zip(received.split([n * each for n in counts]), counts, strict=True)
+    ]
 
 
 class _Rows(torch.autograd.Function):

@@ -87,7 +87,7 @@ def _losses(
     weights = None
     if weight is not None:
         weights = weight.reshape(1, -1, *[1] * (logits.dim() - 2)).expand_as(logits)
-    # losses are (share of every class) * (log total - shifted), summed over classes: a number times log total less another
+    # a loss is the sum over classes of share * (log total - shifted): a number times log total, less another number
     scale = torch.ones_like(total) if weights is None else picked(weights)
     chosen = picked(shifted) if weights is None else picked(shifted * weights)
     if label_smoothing:  # every class has the share label_smoothing / c of the target

@@ -24,7 +24,7 @@ def _total(x: Tensor, axes: Sequence[Axis]) -> Tensor:
 def _standardised(
     x: Tensor, over: Sequence[int], count: int, axes: Sequence[Axis], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(x standardised, mean, variance) over the dimensions ``over``, of which all ranks together hold ``count`` rows."""
+    """(x standardised, mean, variance) over the dimensions ``over``; all ranks together hold ``count`` rows of them."""
     mean = _total(x.sum(over, keepdim=True), axes) / count
     centred = x - mean
     variance = _total(centred.square().sum(over, keepdim=True), axes) / count
@@ -91,7 +91,8 @@ def group_norm_parts(
     """`group_norm` with channels of a group, or positions, split over ranks."""
     axes = [cut.axis for part in parts.values() for cut in part.cuts]
     count = math.prod(part.size for part in parts.values())
-    grouped = x.reshape(x.shape[0], groups, -1) if x.numel() else x.new_zeros(x.shape[0], groups, 0)
+    width = x.shape[1] // max(groups, 1) * math.prod(x.shape[2:])  # never -1: what a rank holds may be nothing
+    grouped = x.reshape(x.shape[0], groups, width)
     y, _, _ = _standardised(grouped, [-1], count, axes, eps)
     return _affine(y.reshape(x.shape), weight, bias)
 
