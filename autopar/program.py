@@ -97,6 +97,12 @@ def is_tensor(node: Any) -> bool:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
+def gives_tensors(node: fx.Node) -> bool:
+    """Whether a call's value is one tensor or several, and no number that depends on the values of tensors."""
+    value = node.meta.get("val")
+    return all(isinstance(v, torch.Tensor) for v in (value if isinstance(value, (list, tuple)) else [value]))
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether a call draws random numbers."""
     target = node.target

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.passes.rewrite import fake_mode_of, renamed
-from autopar.program import Program, args_of, is_random, is_tensor
+from autopar.program import Program, args_of, gives_tensors, is_random, is_tensor
 from autopar.rules.registry import bindable
 
 aten = torch.ops.aten
@@ -45,7 +45,7 @@ _KEPT = {
 def decompose(program: Program) -> None:
     """Replace, in place, every composed op that has no rule."""
     for node in list(program.graph.nodes):
-        if node.op == "call_function" and is_composed(node.target) and not bindable(node):
+        if node.op == "call_function" and is_composed(node.target) and not bindable(node) and gives_tensors(node):
             body = _body(node)
             if body is not None:
                 _splice(program, node, body)

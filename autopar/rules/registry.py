@@ -11,7 +11,16 @@ import torch
 from torch import fx
 
 from autopar.errors import RuleError
-from autopar.program import call_arguments, is_random, is_tensor, output_values, place, shape_of, target_name
+from autopar.program import (
+    call_arguments,
+    gives_tensors,
+    is_random,
+    is_tensor,
+    output_values,
+    place,
+    shape_of,
+    target_name,
+)
 from autopar.rules.notation import Algorithm, Definition, Rule, bind, define
 
 _DEFINITIONS: dict[str, Definition] = {}
@@ -149,6 +158,14 @@ def rule_for(node: fx.Node) -> Rule:
         return from_text(node, _DEFINITIONS[name])
     if _is_pointwise(node):
         return _COMPUTED["pointwise"](node)
+    if not gives_tensors(node):
+        raise RuleError(
+            "a number that depends on the values of tensors has no rule",
+            where=place(node),
+            expected="numbers that follow from the sizes of the batch",
+            got=name,
+            hint="keep it a tensor: no .item(), no int() or float() of a tensor",
+        )
     shapes = ", ".join(_letters(v) for v in node.all_input_nodes if is_tensor(v))
     out = _letters(node) if is_tensor(node) else "..."
     raise RuleError(
