@@ -2,7 +2,8 @@
 #
 #   make demo        plan, train and read out a small GPT on 4 local ranks
 #   make test        lint, types, tests            make test-full   the slow tests too
-#   make bench       the benchmarks' tables        make clean       remove what the targets made
+#   make bench       the benchmarks' tables        make coverage    which public models run (an hour; resumes)
+#   make clean       remove what the targets made
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
@@ -11,7 +12,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 TYPED := .venv/typed
 EXAMPLES := $(patsubst examples/%.py,-m %,$(wildcard examples/*.py))
 
-.PHONY: demo test test-full lint bench clean
+.PHONY: demo test test-full lint bench coverage clean
 
 demo: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_gpt.py
@@ -33,6 +34,11 @@ lint: $(READY)
 
 bench: $(READY)
 	@set -e; for file in benchmarks/*.py; do echo "== $$file"; OMP_NUM_THREADS=1 $(BIN)/python $$file; done
+
+# The models of timm need nothing of what it depends on beside torch and transformers.
+coverage: $(READY)
+	$(BIN)/python -m pip install -c constraints.txt --no-deps timm
+	$(BIN)/python -W ignore benchmarks/coverage
 
 # torch by itself first: it is the largest download, and stays where it is when another pin changes.
 $(READY): pyproject.toml constraints.txt

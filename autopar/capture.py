@@ -20,6 +20,7 @@ from autopar.hidden import (
     Changes,
     innermost,
     refuse_hooked_weights,
+    refuse_shared_memory,
     refuse_unseen_writes,
     refusing_lost_backwards,
     stop_in_place,
@@ -137,6 +138,7 @@ def export(model: nn.Module, example: Any, loss_fn: LossFn | None = None) -> tor
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             keys = frozenset(parameters)
     refuse_hooked_weights(model)
+    refuse_shared_memory(model)
     changes = Changes()
     wrapped = _WithLoss(model, loss_fn, keys, changes)
     wrapped.training = model.training
@@ -314,7 +316,8 @@ def from_exported(exported: torch.export.ExportedProgram, model: nn.Module) -> P
         elif spec.kind is OutputKind.BUFFER_MUTATION:
             mutations[strip_wrapper(spec.target or "")] = value.name
         else:
-            raise CaptureError(f"an output of kind {spec.kind.name} is not supported", where=str(spec.target))
+            what, hint = _WRITES.get(spec.kind, (f"an output of kind {spec.kind.name} is not supported", ""))
+            raise CaptureError(what, where=strip_wrapper(str(spec.target)), hint=hint)
     graph.erase_node(output)
     (loss, outputs), out_spec = _split_outputs(leaves, exported.call_spec.out_spec)
     if loss is not None and nodes[loss].meta["val"].numel() != 1:
@@ -340,6 +343,12 @@ def from_exported(exported: torch.export.ExportedProgram, model: nn.Module) -> P
         saved_buffers=frozenset(saved),
         lifted=lifted,
     )
+
+
+_WRITES = {
+    OutputKind.USER_INPUT_MUTATION: ("forward writes into its batch", "write into a clone of it"),
+    OutputKind.PARAMETER_MUTATION: ("forward writes into a weight", "make it a buffer: register_buffer(...)"),
+}
 
 
 def _refuse_unknown_sizes(graph: torch.fx.Graph) -> None:

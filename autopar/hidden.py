@@ -7,6 +7,7 @@ autograd does not see, or a backward pass inside forward are no ops: the graph w
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 import random
 import traceback
@@ -35,6 +36,31 @@ def refuse_hooked_weights(model: nn.Module) -> None:
                     expected="weights without hooks",
                     got="register_hook" if kind == "_backward_hooks" else "register_post_accumulate_grad_hook",
                     hint="change gradients between forward_backward() and the optimizer's step",
+                )
+
+
+def refuse_shared_memory(model: nn.Module) -> None:
+    """Raise CaptureError where training one weight would change another tensor: ``a.weight.data = b.weight.data``.
+
+    A weight that is registered twice is one weight, and fine.
+    """
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    spans: dict[int, list[tuple[int, int, str, bool]]] = {}
+    for name, tensor in tensors:
+        if tensor.layout is torch.strided and tensor.numel():
+            last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+            first, width = tensor.storage_offset(), tensor.element_size()
+            span = (first * width, (first + last + 1) * width, name, tensor.requires_grad)
+            spans.setdefault(tensor.untyped_storage()._cdata, []).append(span)
+    for found in spans.values():
+        for (_, end, name, trained), (start, _, other, also) in itertools.pairwise(sorted(found)):
+            if start < end and (trained or also):
+                raise CaptureError(
+                    "two tensors of the model share memory, and one of them is trained",
+                    where=f"{name}, {other}",
+                    expected="one weight under two names, or memory of their own",
+                    got="the same memory",
+                    hint=f"tie them: the modules of {name} and {other} hold the same nn.Parameter",
                 )
 
 

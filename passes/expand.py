@@ -227,6 +227,12 @@ def _rnn_cell(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     return cell
 
 
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """A direction and a length, of each row along ``dim``; of the whole weight where it is -1."""
+    others = [d for d in range(v.dim()) if dim == -1 or d != dim % v.dim()]
+    return v * (g / _root(v.square().sum(others, keepdim=True)))
+
+
 def _pixel_shuffle(x: Tensor, r: int) -> Tensor:
     """``(c r s) y x -> c (y r) (x s)``: views, which cost nothing and split by what the eye sees."""
     *lead, c, h, w = x.shape
@@ -256,6 +262,7 @@ _EXPANSIONS: dict[Any, Callable[..., Any]] = {
         for kind in ("std", "var", "std_mean", "var_mean")
         for overload in ("default", "dim", "correction")
     },
+    aten._weight_norm.default: _weight_norm,
     aten.prelu.default: _prelu,
     aten.pixel_shuffle.default: _pixel_shuffle,
     aten.pixel_unshuffle.default: _pixel_unshuffle,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autopar.layout import Layout, S, Shape
+from autopar.layout import Layout, S, Shape, is_valid
 from autopar.program import Program, dtype_of, is_continuous, is_tensor, output_values, shape_of, tensor_inputs
 from autopar.rules.derive import OpType, cut_points, factor_points
 from autopar.rules.factors import Cut, factor_cut, relabel
@@ -78,11 +78,14 @@ class Analysis:
         return name
 
     def to_root(self, name: str, layout: Layout) -> Layout | None:
-        """The root's layout that shows as ``layout`` on ``name``; None if there is none."""
+        """The root's layout that shows as ``layout`` on ``name``; None if there is none.
+
+        Cuts of two dimensions may become cuts of one, and those need not nest.
+        """
         while name in self.views:
             view = self.views[name]
             moved = relabel(layout, view.rule.outs[0], view.rule.ins[0], self.axis_sizes, view.rule.sizes)
-            if moved is None:
+            if moved is None or not is_valid(self.values[view.source].shape, moved, self.axis_sizes):
                 return None
             layout, name = moved, view.source
         return layout

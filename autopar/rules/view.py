@@ -70,7 +70,8 @@ def _repeat(node: fx.Node) -> Rule:
     ins, outs, sizes = plain_dims(shape), list(plain_dims(shape)), plain_sizes(shape)
     sizes["r"] = given["repeats"]
     outs[d] = (*ins[d], "r") if sizes["r"] > 1 else ins[d]
-    return Rule((ins,), (tuple(outs),), sizes, ((0,),), size_args={"repeats": ("r",)})
+    local = {"repeats": ("r",)} | ({"output_size": outs[d]} if given.get("output_size") and outs[d] else {})
+    return Rule((ins,), (tuple(outs),), sizes, ((0,),), size_args=local)
 
 
 @computed("aten.repeat.default")

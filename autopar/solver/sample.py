@@ -80,11 +80,7 @@ def _reachable_strategy(analysis: Analysis, op: Operation, rng: random.Random) -
     """A random strategy whose inputs can be had through the contracted views."""
     for _ in range(200):
         strategy = random_strategy(op.type, analysis.factor_points(op), analysis.axis_sizes, rng)
-        reached = [analysis.to_root(v, lay) for v, lay in zip(op.inputs, strategy.ins, strict=True)]
-        if all(
-            r is not None and is_valid(analysis.values[analysis.root(v)].shape, r, analysis.axis_sizes)
-            for v, r in zip(op.inputs, reached, strict=True)
-        ):
+        if all(analysis.to_root(v, lay) is not None for v, lay in zip(op.inputs, strategy.ins, strict=True)):
             return strategy
     raise AssertionError(f"no strategy of {op.name} can be reached")
 

@@ -67,7 +67,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """kind: what it is trained for, a key of ``TASKS``.  config: beside ``SMALL``.  parts: the same of sub-configs."""
+    """name: transformers' model type.  kind: what it is trained for, a key of ``TASKS``.  config: beside ``SMALL``."""
 
     name: str
     kind: str
@@ -144,12 +144,11 @@ def spoken(config: Any) -> dict[str, Tensor]:
 
 def spectrum(config: Any) -> dict[str, Tensor]:
     """Sound by frequencies, and a text."""
-    bins = getattr(config, "num_mel_bins", None) or config.input_feat_per_channel
-    frames = 2 * getattr(config, "max_source_positions", 20)
-    if type(config).__name__.startswith("Whisper"):
-        features = torch.randn(BATCH, bins, frames)
+    frames = 2 * config.max_source_positions
+    if hasattr(config, "num_mel_bins"):
+        features = torch.randn(BATCH, config.num_mel_bins, frames)
     else:
-        features = torch.randn(BATCH, 26, bins)
+        features = torch.randn(BATCH, frames, config.input_feat_per_channel)
     return {"input_features": features, "labels": _labels(torch.randint(3, WORDS, (BATCH, TOKENS)))}
 
 
@@ -319,6 +318,6 @@ ARCHITECTURES = (
     Architecture(
         "speech_to_text",
         "speech",
-        {"input_feat_per_channel": 10, "input_channels": 1, "conv_channels": 12, "max_source_positions": 40},
+        {"input_feat_per_channel": 10, "input_channels": 1, "conv_channels": 12, "max_source_positions": 13},
     ),
 )

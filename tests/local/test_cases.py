@@ -50,7 +50,9 @@ class GroupedQueries(nn.Module):
         def split(projection: nn.Linear, heads: int) -> Tensor:
             return projection(x).view(*x.shape[:2], heads, -1).transpose(1, 2)
 
-        k, v = (split(p, self.kv).repeat_interleave(self.heads // self.kv, 1) for p in (self.k, self.v))
+        k, v = (split(p, self.kv) for p in (self.k, self.v))
+        k = k.repeat_interleave(self.heads // self.kv, 1, output_size=self.heads)
+        v = v.repeat_interleave(self.heads // self.kv, 1)
         out = F.scaled_dot_product_attention(split(self.q, self.heads), k, v, is_causal=True)
         return self.o(out.transpose(1, 2).flatten(2))
 

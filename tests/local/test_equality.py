@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 
 from autopar import api
 from autopar.cluster import ClusterSpec
-from autopar.layout import is_valid
 from autopar.program import target_name
 from autopar.rules.analysis import Analysis, Bound, Operation, contract
 from autopar.rules.derive import Choice, Strategy, apply, axis_choices
@@ -66,11 +65,8 @@ def reachable(analysis: Analysis, op: Operation, choice: Choice) -> Strategy | N
     strategy = apply(op.type, [choice], analysis.axis_sizes)
     if strategy is None:
         return None
-    for name, layout in zip(op.inputs, strategy.ins, strict=True):
-        wanted = analysis.to_root(name, layout)
-        if wanted is None or not is_valid(analysis.values[analysis.root(name)].shape, wanted, analysis.axis_sizes):
-            return None
-    return strategy
+    found = all(analysis.to_root(v, layout) is not None for v, layout in zip(op.inputs, strategy.ins, strict=True))
+    return strategy if found else None
 
 
 Pair = tuple[str, str]  # an op and a choice, as text

@@ -284,6 +284,23 @@ def test_a_hook_on_a_weight_is_refused(kind: str) -> None:
         api.understand(model, BATCH, loss_of)
 
 
+def test_weights_that_share_memory_are_refused() -> None:
+    model = Two(plain)
+    model.b.weight.data = model.a.weight.data
+    with refused(CaptureError, "share memory", "where: a.weight, b.weight", "the same nn.Parameter"):
+        api.understand(model, BATCH, loss_of)
+    model.b.weight = model.a.weight
+    assert_equals_eager(model)
+    whole = torch.randn(12, 6).double()
+    model.a.weight, model.b.weight = nn.Parameter(whole[:6]), nn.Parameter(whole[6:])  # side by side in one storage
+    assert_equals_eager(model)
+
+
+def test_writing_into_the_batch_is_refused() -> None:
+    with refused(CaptureError, "forward writes into its batch", "a clone"):
+        api.understand(Two(lambda self, x: self.b(x.add_(1))), BATCH, loss_of)
+
+
 def test_a_modules_backward_hook_is_refused() -> None:
     model = Two(plain)
     model.a.register_full_backward_hook(lambda module, inside, outside: None)

@@ -241,3 +241,24 @@ def test_a_layout_shows_through_a_view() -> None:
     assert relabel((S(0, 1, 5, 8),), right, left, (2,), sizes) == (S(0, 1, 5, 1),)
     assert relabel((S(1, 1, 8, 1),), left, right, (2,), sizes) == (S(0, 5, 8, 1),)
     assert relabel((S(0, 1, 40, 1),), right, left, (3,), sizes) is None, "14 rows are no whole rows of 8"
+
+
+class Groups(nn.Module):
+    """Six groups of eight columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.w = nn.Linear(6, 48), nn.Parameter(torch.randn(6, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.a(x).view(5, 6, 8) * self.w).tanh()
+
+
+def test_cuts_of_two_dimensions_that_do_not_nest_in_one_cannot_be_had() -> None:
+    """Three pairs of groups on two ranks are uneven, so nothing inside them can be cut before."""
+    bound = api.understand(Groups(), {"x": torch.randn(5, 6)}, lambda out, batch: out.sum())
+    analysis = contract(bound, (2, 2))
+    (view,) = analysis.views
+    assert analysis.to_root(view, (S(1, 1, 3, 2), I)) == (S(1, 1, 3, 16), I)
+    assert analysis.to_root(view, (I, S(2, 1, 8, 1))) == (I, S(1, 6, 8, 1))
+    assert analysis.to_root(view, (S(2, 1, 8, 1), S(1, 1, 3, 2))) is None
