@@ -1,0 +1,175 @@
+"""Calls that rules are proven on: written ones, with sizes that do not divide, and those of torch's own OpInfo."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from proving import Call, captured
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from autopar.rules.registry import _COMPUTED, _DEFINITIONS
+from autopar.runtime.kernels.attention import attention
+from autopar.runtime.kernels.dropout import dropout
+from autopar.runtime.kernels.loss import cross_entropy_count, cross_entropy_sum
+from autopar.runtime.kernels.norm import batch_norm
+from autopar.runtime.kernels.parts import Part
+
+aten = torch.ops.aten
+KEY = 12345  # of random ops
+
+DTYPES = (torch.float64, torch.complex128, torch.int64, torch.bool)
+LARGEST = 3000  # elements of one tensor
+
+
+class Sample(NamedTuple):
+    """A call: a function of tensors, or one op of the table as it stands in a captured graph."""
+
+    fn: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any] = {}
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def written() -> list[Sample]:
+    """Several kinds of each: sizes that do not divide, and equal ones, where a wrong dimension would go unnoticed."""
+    torch.manual_seed(0)
+    buffer, whole = torch.nn.Buffer, [Part(5), Part(6)]
+    tokens, labels = torch.tensor([[2, 7, 9], [0, 5, 7]]), torch.tensor([0, 3, 6, -100, 2])
+    q, k, v, mask = randn(2, 4, 5, 6), randn(2, 4, 7, 6), randn(2, 4, 7, 3), randn(2, 1, 5, 7)
+    places = [Part(n) for n in (2, 4, 5, 7)]
+    stats = [randn(6), randn(6), buffer(randn(6)), buffer(randn(6).abs())]
+    square = [randn(4), randn(4), buffer(randn(4)), buffer(randn(4).abs())]
+    return [
+        Sample(F.linear, (randn(5, 3, 6), randn(10, 6), randn(10))),
+        Sample(F.linear, (randn(4, 4, 4), randn(4, 4), randn(4))),
+        Sample(F.linear, (randn(5, 6), randn(7, 6))),
+        Sample(torch.addmm, (randn(5, 7), randn(5, 6), randn(6, 7))),
+        Sample(aten.mm.default, (randn(5, 6), randn(6, 7))),
+        Sample(aten.mm.default, (randn(4, 4), randn(4, 4))),
+        Sample(aten.addmm.default, (randn(7), randn(5, 6), randn(6, 7))),
+        Sample(aten.addmm.default, (randn(4), randn(4, 4), randn(4, 4))),
+        Sample(aten.bmm.default, (randn(5, 3, 6), randn(5, 6, 7))),
+        Sample(aten.bmm.default, (randn(4, 4, 4), randn(4, 4, 4))),
+        Sample(torch.matmul, (randn(5, 1, 3, 6), randn(2, 6, 7))),
+        Sample(torch.matmul, (randn(4, 4, 4, 4), randn(4, 4, 4))),
+        Sample(F.scaled_dot_product_attention, (q, k, v)),
+        Sample(F.scaled_dot_product_attention, (q, k, v, mask)),
+        Sample(F.scaled_dot_product_attention, (randn(4, 4, 4, 4), randn(4, 4, 4, 4), randn(4, 4, 4, 4))),
+        Sample(F.scaled_dot_product_attention, (q, k[:, :2], v[:, :2]), {"enable_gqa": True}),
+        Sample(attention, (q, k, v, None, True, None, 0.0, KEY, 0), {"dims": places}),
+        Sample(attention, (q, k, v, mask, True, None, 0.4, KEY, 1), {"dims": places}),
+        Sample(attention, (q, k[:, :2], v[:, :2], None, False, 0.3, 0.4, KEY, 2), {"dims": places}),
+        Sample(dropout, (randn(5, 6), 0.4, KEY, 3), {"dims": whole}),
+        Sample(dropout, (randn(4, 1, 4), 0.4, KEY, 3), {"dims": [Part(4), Part(1), Part(4)]}),
+        Sample(F.embedding, (tokens, randn(10, 6))),
+        Sample(F.embedding, (tokens, randn(11, 6), 7)),
+        Sample(F.embedding, (torch.arange(16).reshape(4, 4) % 4, randn(4, 4))),
+        Sample(cross_entropy_sum, (randn(5, 7), labels)),
+        Sample(cross_entropy_sum, (randn(5, 7, 3), torch.arange(15).reshape(5, 3) % 7, 2, 0.1)),
+        Sample(cross_entropy_sum, (randn(4, 4, 4), torch.arange(16).reshape(4, 4) % 4)),
+        Sample(cross_entropy_count, (labels, -100, torch.float64)),
+        Sample(cross_entropy_count, (torch.arange(15).reshape(5, 3) % 7, 2, torch.float64)),
+        Sample(batch_norm, (randn(5, 6, 3), *stats, 0.1, 1e-5, KEY)),
+        Sample(batch_norm, (randn(5, 6), *stats, 0.1, 1e-5, None)),
+        Sample(batch_norm, (randn(4, 4, 4), *square, 0.1, 1e-5, KEY)),
+        Sample(F.layer_norm, (randn(5, 3, 6), (6,), randn(6), randn(6))),
+        Sample(F.layer_norm, (randn(5, 3, 6), (3, 6), randn(3, 6))),
+        Sample(F.layer_norm, (randn(4, 4), (4,), randn(4), randn(4))),
+        Sample(F.conv1d, (randn(5, 6, 7), randn(10, 6, 3), randn(10))),
+        Sample(F.conv2d, (randn(5, 6, 7, 5), randn(4, 3, 3, 3), randn(4)), {"groups": 2, "padding": 1}),
+        Sample(F.conv2d, (randn(4, 4, 4, 4), randn(4, 4, 1, 1), randn(4))),
+        Sample(F.conv3d, (randn(2, 3, 4, 4, 4), randn(4, 3, 2, 2, 2))),
+        Sample(F.max_pool2d, (randn(5, 3, 6, 6), 2)),
+        Sample(F.avg_pool2d, (randn(5, 3, 6, 6), 2)),
+        Sample(F.adaptive_avg_pool2d, (randn(5, 3, 6, 6), 2)),
+        Sample(torch.reshape, (randn(6, 4), (3, 8))),
+        Sample(torch.reshape, (randn(4, 3, 5), (3, 4, 5))),
+        Sample(aten.view.default, (randn(5, 8), [5, 2, 4])),
+        Sample(aten._unsafe_view.default, (randn(5, 2, 4), [5, 8])),
+        Sample(torch.flatten, (randn(5, 2, 4), 1)),
+        Sample(torch.unflatten, (randn(5, 8), 1, (2, 4))),
+        Sample(torch.repeat_interleave, (randn(5, 4), 3, 1)),
+        Sample(torch.chunk, (randn(5, 6), 3, 1)),
+        Sample(torch.split, (randn(5, 7), [2, 4, 1], 1)),
+        Sample(torch.stack, ([randn(5, 6), randn(5, 6)], 1)),
+        Sample(torch.stack, ([randn(4, 4), randn(4, 4)], 1)),
+        Sample(torch.cat, ([randn(5, 6), randn(5, 3)], 1)),
+        Sample(torch.cat, ([randn(4, 4), randn(4, 4)], 0)),
+        Sample(torch.permute, (randn(5, 4, 6), (2, 0, 1))),
+        Sample(torch.roll, (randn(5, 6), 2, 1)),
+        Sample(F.pad, (randn(5, 6), (1, 2))),
+        Sample(F.pad, (randn(5, 6), (1, 2), "constant", 3.0)),
+        Sample(aten.softmax.int, (randn(5, 6), -1)),
+        Sample(aten._softmax.default, (randn(4, 4), -1, False)),
+        Sample(aten._softmax.default, (randn(5, 6), -1, False)),
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ torch's own
+
+
+def opinfo(names: Sequence[str] = (), limit: int = 10) -> Iterator[tuple[str, Sample]]:
+    """(name, sample) of torch's OpInfo for each type of `DTYPES`: the first ``limit`` of each, small ones."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    for op in op_db:
+        if names and op.name not in names:
+            continue
+        for dtype in DTYPES:
+            if dtype not in op.dtypes:
+                continue
+            torch.manual_seed(0)
+            samples = op.sample_inputs("cpu", dtype)
+            for _ in range(limit):
+                try:
+                    sample = next(samples)
+                except StopIteration:
+                    break
+                except Exception:  # torch's own sample needs what this machine lacks
+                    break
+                given = Sample(op.op, (sample.input, *sample.args), sample.kwargs)
+                if all(x.numel() <= LARGEST for x in pytree.tree_leaves(given[1:]) if isinstance(x, Tensor)):
+                    yield op.name, given
+
+
+def table() -> list[str]:
+    """Every op with a rule of its own; that of pointwise ops is for all with torch's tag."""
+    return sorted({*_DEFINITIONS, *_COMPUTED} - {"pointwise"})
+
+
+@functools.cache
+def _written_calls() -> dict[str, list[Call]]:
+    found: dict[str, list[Call]] = {}
+    for sample in written():
+        for call in captured(*sample).calls:
+            found.setdefault(call.name, []).append(call)
+    return found
+
+
+def calls_of(op: str, limit: int = 3) -> list[Call]:
+    """Calls of an op of the table: the written ones, then the first of each type among OpInfo's of that name."""
+    calls = list(_written_calls().get(op, ()))
+    stem = op.split(".")[1].strip("_")
+    for _, sample in opinfo(_names(stem), limit):
+        try:
+            calls += [c for c in captured(*sample).calls if c.name == op]
+        except Exception:  # not every sample can be captured; a rule that is left without a call is an error
+            continue
+    return calls
+
+
+@functools.cache
+def _names(stem: str) -> tuple[str, ...]:
+    """OpInfo's names of an ATen op."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    found = {op.name for op in op_db if stem in (op.name.split(".")[-1], op.aten_name, *(a.name for a in op.aliases))}
+    return tuple(sorted(found)) or ("none",)
