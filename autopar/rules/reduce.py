@@ -12,7 +12,7 @@ from autopar.rules.registry import computed
 def reduced_dims(node: fx.Node, dims: list[int], keep: bool) -> tuple[Dims, Dims, dict[str, int], list[str]]:
     """(input, output, sizes, reduced factors) of a reduction over ``dims``."""
     shape = shape_of(tensor_inputs(node)[0])
-    sizes = {f"d{i}": n for i, n in enumerate(shape) if n > 1}
+    sizes = {f"d{i}": n for i, n in enumerate(shape) if n != 1}
     whole = tuple(() if n == 1 else (f"d{i}",) for i, n in enumerate(shape))
     out = tuple(() if i in dims else f for i, f in enumerate(whole) if keep or i not in dims)
     return whole, out, sizes, [f for i in dims for f in whole[i]]
