@@ -1,8 +1,12 @@
 """Rules deliberately broken, one thing at a time: each must be caught by the proofs, or run as the rule itself does.
 
-Mutants are made mechanically from a bound rule.  A mutant is *caught* by a call in which a strategy that only it
-offers, or one that it runs otherwise, comes out wrong; it is *alike* in a call where there is no such strategy, for
-then all that it offers is proven already.
+Mutants are made mechanically from a bound rule.  A mutant is
+
+    caught      by a call in which a strategy that only it offers, or that it runs otherwise, comes out wrong
+    equivalent  where it offers nothing else than the rule does, all of which is proven, for a reason that holds always
+    renamed     where it offers exactly what the rule does
+    idle        where it offers less, for no such reason: it may offer something wrong to tensors of other shapes
+    survived    where all that it offers comes out right: the rule could offer it, too
 """
 
 from __future__ import annotations
@@ -28,11 +32,17 @@ def mutants(rule: Rule, floating: tuple[bool, ...]) -> Named:
     for name in rule.size_args:
         yield f"size {name} is kept", replace(rule, size_args={k: v for k, v in rule.size_args.items() if k != name})
     for name in rule.part_args:
-        yield f"part {name} is not told", replace(rule, part_args={k: v for k, v in rule.part_args.items() if k != name})
+        yield (
+            f"part {name} is not told",
+            replace(rule, part_args={k: v for k, v in rule.part_args.items() if k != name}),
+        )
     for i, known in enumerate(rule.algorithms):
         rest = rule.algorithms[:i], rule.algorithms[i + 1 :]
         other = "I" if known.lacking == "P" else "P"
-        yield f"{known.name} gives {other}", replace(rule, algorithms=(*rest[0], replace(known, lacking=other), *rest[1]))
+        yield (
+            f"{known.name} gives {other}",
+            replace(rule, algorithms=(*rest[0], replace(known, lacking=other), *rest[1])),
+        )
         yield f"no {known.name}", replace(rule, algorithms=(*rest[0], *rest[1]))
         for factor in sorted(rule.whole - {*known.splits}):
             wider = replace(known, splits=(*known.splits, factor))
@@ -70,10 +80,6 @@ def _tensors(rule: Rule) -> Named:
             for d, names in enumerate(dims):
                 if len(names) > 1:
                     yield f"({' '.join(names)}) turned in {side} {i}", put((*dims[:d], names[::-1], *dims[d + 1 :]))
-                for e, others in enumerate(dims):
-                    if names and not others:
-                        moved = tuple(() if k == d else names if k == e else x for k, x in enumerate(dims))
-                        yield f"{' '.join(names)} moved in {side} {i}", put(moved)
 
 
 def _forms(rule: Rule, floating: tuple[bool, ...]) -> Named:
@@ -100,6 +106,16 @@ def _forms(rule: Rule, floating: tuple[bool, ...]) -> Named:
         yield "not linear", replace(rule, form=())
 
 
+# Mutants that survive: what they offer is right, and why the rule does not offer it.
+RIGHT_BUT_NOT_OFFERED = {
+    ("aten.detach.default", "linear in input"): "its value is a constant to autograd; sums are joined before it",
+    ("aten.conv1d.default", "c is not whole"): "a split inside every group needs strided cuts, which few weights have",
+    ("aten.conv2d.default", "c is not whole"): "a split inside every group needs strided cuts, which few weights have",
+    ("aten.conv2d.default", "o is not whole"): "a split inside every group needs strided cuts, which few weights have",
+    ("autopar.attention", "may be empty"): "only torch's own kernel drops a mask where no row is left",
+}
+
+
 def with_rule(call: Call, rule: Rule) -> Bound:
     op = call.op
     return replace(call.bound, operations=(replace(op, type=replace(op.type, rule=rule)),))
@@ -107,7 +123,7 @@ def with_rule(call: Call, rule: Rule) -> Bound:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one call says of one mutant: caught, alike, or survived with the strategies that came out right."""
+    """What calls say of one mutant.  detail: how it was caught, why it is equivalent, or what came out right."""
 
     op: str
     mutant: str
@@ -117,20 +133,21 @@ class Verdict:
 
 def trials(call: Call, meshes: Iterable[Sizes] = ((2,), (4,)), skip: Iterable[str] = ()) -> Iterator[Verdict]:
     """Try every mutant of a call's rule that is not in ``skip`` (names as in `general`)."""
-    meshes, done = tuple(meshes), set(skip)
+    meshes, done, rule = tuple(meshes), set(skip), call.op.rule
     parts = Parts(call)
     proven = {sizes: {case.signature for case in cases_of(call.bound, sizes)} for sizes in meshes}
-    for name, rule in mutants(call.op.rule, call.op.type.floating_ins):
+    for name, broken in mutants(rule, call.op.type.floating_ins):
         if general(name) not in done:
-            verdict, detail = _trial(call, rule, parts, proven)
-            yield Verdict(call.name, general(name), verdict, detail)
+            yield Verdict(call.name, general(name), *_trial(call, name, broken, parts, proven))
 
 
-def _trial(call: Call, rule: Rule, parts: Parts, proven: dict[Sizes, set[str]]) -> tuple[str, str]:
-    right = []
+def _trial(call: Call, name: str, broken: Rule, parts: Parts, proven: dict[Sizes, set[str]]) -> tuple[str, str]:
+    right, same = [], True
     for sizes, known in proven.items():
+        offered = set()
         try:
-            for case in cases_of(with_rule(call, rule), sizes):
+            for case in cases_of(with_rule(call, broken), sizes):
+                offered.add(case.signature)
                 if case.signature not in known:
                     found = failure(case, parts)
                     if found:
@@ -138,9 +155,46 @@ def _trial(call: Call, rule: Rule, parts: Parts, proven: dict[Sizes, set[str]]) 
                     right.append(str(case))
         except Exception as error:  # no rank's program can be written
             return "caught", repr(error)
-    return ("survived", "; ".join(right[:3])) if right else ("alike", "")
+        same = same and offered == known
+    if right:
+        return "survived", "; ".join(right[:3])
+    reason = _why_less(call.op.rule, broken, name)
+    if reason:
+        return "equivalent", reason
+    return ("renamed", "it offers the same under other names") if same else ("idle", "")
+
+
+def _why_less(rule: Rule, broken: Rule, name: str) -> str:
+    """Why a mutant offers no more than the rule, whatever the shapes."""
+    if re.search(r"is whole$|^not linear$|^no ", name) or not {*rule.factors} <= {*broken.factors}:
+        return "it only offers less"
+    fixed = rule.whole - {f for a in rule.algorithms for f in a.splits}
+    named = re.match(r"\(?([\w' ]+?)\)? (is not in|swapped|turned)", name)
+    if named and set(named[1].replace(" and ", " ").split()) <= fixed:
+        return "these factors are not split in any case"
+    if name.endswith("is no sum"):
+        return "what a factor of no output is, define() asks: strategies follow from the signature"
+    return ""
 
 
 def general(name: str) -> str:
     """A mutant's name for all calls of an op: factors of numbered dimensions are one."""
-    return re.sub(r"(?<=\b[a-z])\d+", "", name)
+    return re.sub(r"(?<=\b[a-z])\d+|(?<=linear in input) \d+", "", name)
+
+
+# ------------------------------------------------------------------------------------------------ over many calls
+
+
+_WEIGHT = {"equivalent": 0, "idle": 1, "renamed": 2, "survived": 3, "caught": 4}
+
+
+def verdicts(calls: Iterable[Call]) -> dict[str, Verdict]:
+    """One verdict for each mutant of an op's rule: the gravest that any call gives."""
+    found: dict[str, Verdict] = {}
+    for call in calls:
+        caught = {name for name, v in found.items() if v.verdict == "caught"}
+        for verdict in trials(call, skip=caught):
+            known = found.get(verdict.mutant)
+            if known is None or _WEIGHT[verdict.verdict] > _WEIGHT[known.verdict]:
+                found[verdict.mutant] = verdict
+    return found

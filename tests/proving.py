@@ -212,7 +212,9 @@ def single_call(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     if not isinstance(node.meta["val"], Tensor):
         for k, value in enumerate(outputs):
             graph.call_function(operator.getitem, (node, k)).meta["val"] = value
-    parameters = {f"x{i}": Parameter((f"x{i}",), _shape(v), v.dtype, True) for i, v in enumerate(values) if v.requires_grad}
+    parameters = {
+        f"x{i}": Parameter((f"x{i}",), _shape(v), v.dtype, True) for i, v in enumerate(values) if v.requires_grad
+    }
     inputs = {f"x{i}": i for i, v in enumerate(values) if not v.requires_grad}
     program = Program(graph, parameters, {}, inputs, None, {}, [], None, loss="some")  # so there are gradients
     bound = bind_program(program)
@@ -229,14 +231,16 @@ def single_call(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
 
 
 def _run(node: fx.Node, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: KEY if n.name == RNG else values[int(n.name[1:])])
+    args, kwargs = fx.node.map_arg(
+        (node.args, node.kwargs), lambda n: KEY if n.name == RNG else values[int(n.name[1:])]
+    )
     made = node.target(*args, **kwargs)  # type: ignore[operator]
     return (made,) if isinstance(made, Tensor) else tuple(made)
 
 
 def _is_many(target: Any) -> bool:
     """Whether an op returns a list, of one tensor perhaps."""
-    return isinstance(target, torch._ops.OpOverload) and "Tensor" != str(target._schema.returns[0].type)
+    return isinstance(target, torch._ops.OpOverload) and str(target._schema.returns[0].type) != "Tensor"
 
 
 def _shape(x: Tensor) -> tuple[int, ...]:
@@ -435,6 +439,7 @@ def assert_same(actual: Tensor, expected: Tensor, what: str, rtol: float) -> Non
     if expected.dtype is torch.bool:
         actual, expected = actual.to(torch.int64), expected.to(torch.int64)
     assert actual.shape == expected.shape, f"{what} has shape {list(actual.shape)}, not {list(expected.shape)}"
+    actual, expected = actual.detach(), expected.detach()
     finite = torch.isfinite(expected)
     assert not bool(torch.isfinite(actual[~finite]).any()), f"{what} is finite where it should not be"
     a, b = actual[finite], expected[finite]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -42,6 +43,7 @@ def written() -> list[Sample]:
     """Several kinds of each: sizes that do not divide, and equal ones, where a wrong dimension would go unnoticed."""
     torch.manual_seed(0)
     buffer, whole = torch.nn.Buffer, [Part(5), Part(6)]
+    whole_numbers, few = torch.arange(30).reshape(5, 6), torch.arange(16).reshape(4, 4)
     tokens, labels = torch.tensor([[2, 7, 9], [0, 5, 7]]), torch.tensor([0, 3, 6, -100, 2])
     q, k, v, mask = randn(2, 4, 5, 6), randn(2, 4, 7, 6), randn(2, 4, 7, 3), randn(2, 1, 5, 7)
     places = [Part(n) for n in (2, 4, 5, 7)]
@@ -110,6 +112,74 @@ def written() -> list[Sample]:
         Sample(aten.softmax.int, (randn(5, 6), -1)),
         Sample(aten._softmax.default, (randn(4, 4), -1, False)),
         Sample(aten._softmax.default, (randn(5, 6), -1, False)),
+        Sample(aten.amax.default, (randn(5, 6), [1])),
+        Sample(aten.amax.default, (randn(4, 4), [0], True)),
+        Sample(aten.amin.default, (randn(5, 6), [1])),
+        Sample(aten.amin.default, (randn(4, 4), [0], True)),
+        Sample(aten.sum.default, (randn(5, 6),)),
+        Sample(aten.sum.dim_IntList, (randn(5, 3, 6), [1])),
+        Sample(aten.sum.dim_IntList, (randn(4, 4, 4), [0], True)),
+        *(Sample(getattr(aten, op).default, (randn(5, 6),)) for op in ("clone", "alias", "contiguous", "detach")),
+        *(Sample(getattr(aten, op).default, (randn(4, 4),)) for op in ("clone", "alias", "contiguous", "detach")),
+        *(
+            Sample(getattr(aten, f"__{op}__").Tensor, (whole_numbers, whole_numbers.flip(0)))
+            for op in ("and", "or", "xor")
+        ),
+        *(Sample(getattr(aten, f"__{op}__").Scalar, (whole_numbers, 3)) for op in ("and", "or", "xor")),
+        *(Sample(getattr(aten, f"__{op}__").Tensor, (few, few.flip(0))) for op in ("and", "or", "xor")),
+        *(Sample(getattr(aten, f"__{op}__").Scalar, (few, 3)) for op in ("and", "or", "xor")),
+        Sample(aten.sum.default, (randn(4, 4),)),
+        Sample(cross_entropy_count, (few % 5, 2, torch.float64)),
+        Sample(torch.cat, ([randn(4, 8), randn(4, 8)], 0)),
+        Sample(aten.constant_pad_nd.default, (randn(4, 3), (1, 0))),
+        Sample(F.pad, (randn(4, 3), (1, 0))),
+        Sample(F.pad, (randn(3, 4), (0, 0, 1, 0))),
+        Sample(torch.flip, (randn(4, 4), [1])),
+        Sample(torch.roll, (randn(4, 4), 1, 1)),
+        Sample(torch.reshape, (randn(4, 3, 4), (3, 4, 4))),
+        Sample(torch.repeat_interleave, (randn(4, 4), 4, 0)),
+        Sample(torch.chunk, (randn(3, 12), 3, 1)),
+        Sample(torch.split, (randn(6, 10), [4, 6], 1)),
+        Sample(torch.split, (randn(10, 6), [4, 6], 0)),
+        Sample(torch.split, (randn(10, 4), [4, 6], 0)),
+        Sample(F.conv3d, (randn(2, 2, 2, 2, 2), randn(2, 2, 2, 2, 2))),
+        Sample(F.conv3d, (randn(2, 2, 3, 3, 3), randn(2, 2, 2, 2, 2))),
+        Sample(torch.permute, (randn(4, 4, 4), (2, 0, 1))),
+        Sample(torch.transpose, (randn(4, 4, 4), 0, 1)),
+        Sample(torch.t, (randn(4, 4),)),
+        Sample(torch.flip, (randn(4, 4, 4), [0])),
+        Sample(torch.roll, (randn(4, 4, 4), 1, 0)),
+        Sample(torch.stack, ([randn(4, 4, 2)] * 4, 1)),
+        Sample(torch.cat, ([randn(8, 4), randn(8, 4)], 1)),
+        Sample(torch.cat, ([randn(4, 4, 4), randn(4, 4, 4)], 0)),
+        Sample(torch.chunk, (randn(4, 12), 3, 1)),
+        Sample(torch.split, (randn(4, 10), [4, 6], 1)),
+        Sample(torch.unsqueeze, (randn(4, 4), 1)),
+        Sample(torch.repeat_interleave, (randn(4, 4), 4, 1)),
+        Sample(torch.reshape, (randn(4, 4, 4), (16, 4))),
+        Sample(aten._unsafe_view.default, (randn(4, 4, 4), [4, 16])),
+        Sample(F.layer_norm, (randn(4, 4, 4), (4,), randn(4), randn(4))),
+        Sample(F.pad, (randn(4, 4, 4), (1, 0))),
+        Sample(aten.constant_pad_nd.default, (randn(4, 4, 4), (1, 0))),
+        Sample(F.conv1d, (randn(4, 4, 4), randn(4, 4, 1), randn(4))),
+        Sample(F.conv3d, (randn(4, 4, 2, 2, 2), randn(4, 4, 1, 1, 1))),
+        *(Sample(pool, (randn(4, 4, 4, 4), 2)) for pool in (F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d)),
+        Sample(
+            F.scaled_dot_product_attention,
+            (randn(2, 4, 2, 2), randn(2, 2, 2, 2), randn(2, 2, 2, 2)),
+            {"enable_gqa": True},
+        ),
+        Sample(F.scaled_dot_product_attention, (randn(4, 4, 4, 4), *[randn(4, 4, 4, 4)] * 2, randn(4, 1, 4, 4))),
+        Sample(
+            attention,
+            (*(randn(4, 4, 4, 4) for _ in range(3)), randn(4, 1, 4, 4), False, None, 0.4, KEY, 1),
+            {"dims": [Part(4)] * 4},
+        ),
+        Sample(
+            attention,
+            (randn(2, 4, 2, 2), randn(2, 2, 2, 2), randn(2, 2, 2, 2), None, True, None, 0.0, KEY, 1),
+            {"dims": [Part(n) for n in (2, 4, 2, 2)]},
+        ),
     ]
 
 
@@ -120,7 +190,7 @@ def opinfo(names: Sequence[str] = (), limit: int = 10) -> Iterator[tuple[str, Sa
     """(name, sample) of torch's OpInfo for each type of `DTYPES`: the first ``limit`` of each, small ones."""
     from torch.testing._internal.common_methods_invocations import op_db
 
-    for op in op_db:
+    for op in op_db if limit else ():
         if names and op.name not in names:
             continue
         for dtype in DTYPES:
@@ -146,7 +216,7 @@ def table() -> list[str]:
 
 
 @functools.cache
-def _written_calls() -> dict[str, list[Call]]:
+def written_calls() -> dict[str, list[Call]]:
     found: dict[str, list[Call]] = {}
     for sample in written():
         for call in captured(*sample).calls:
@@ -155,14 +225,14 @@ def _written_calls() -> dict[str, list[Call]]:
 
 
 def calls_of(op: str, limit: int = 3) -> list[Call]:
-    """Calls of an op of the table: the written ones, then the first of each type among OpInfo's of that name."""
-    calls = list(_written_calls().get(op, ()))
-    stem = op.split(".")[1].strip("_")
-    for _, sample in opinfo(_names(stem), limit):
-        try:
+    """Calls of an op of the table: the written ones and ``limit`` of each type of OpInfo's of that name.
+
+    Without written ones there is one of OpInfo's at least, if there is any that can be captured.
+    """
+    calls = list(written_calls().get(op, ()))
+    for _, sample in opinfo(_names(op.split(".")[1].strip("_")), limit if calls else max(limit, 1)):
+        with contextlib.suppress(Exception):  # what cannot be captured is reported where all of OpInfo is run
             calls += [c for c in captured(*sample).calls if c.name == op]
-        except Exception:  # not every sample can be captured; a rule that is left without a call is an error
-            continue
     return calls
 
 
