@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from mutants import RIGHT_BUT_NOT_OFFERED, Verdict, verdicts
 from proving import Call, captured, prove_call
-from samples import opinfo, table, written
+from samples import more, opinfo, table, written
 
 from autopar.errors import AutoparError
 
@@ -65,7 +65,7 @@ def prove_all(limit: int) -> Proofs:
 
 
 def _calls(found: Proofs, limit: int) -> Iterator[tuple[str, Call]]:
-    for name, sample in [*(("written", s) for s in written()), *opinfo(limit=limit)]:
+    for name, sample in [*(("written", s) for s in [*written(), *more()]), *opinfo(limit=limit)]:
         found.samples += 1
         try:
             made = captured(*sample)

@@ -13,6 +13,7 @@ from proving import Call, captured
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from autopar.errors import RuleError
 from autopar.rules.registry import _COMPUTED, _DEFINITIONS
 from autopar.runtime.kernels.attention import attention
 from autopar.runtime.kernels.dropout import dropout
@@ -183,6 +184,75 @@ def written() -> list[Sample]:
     ]
 
 
+def more() -> list[Sample]:
+    """Ops of images, sequences and indices."""
+    torch.manual_seed(1)
+    x, image, line, box = randn(5, 6), randn(5, 3, 4, 6), randn(5, 3, 4), randn(2, 3, 4, 3, 2)
+    rows, columns, mask = torch.tensor([4, 0, 2, 0]), torch.tensor([[1], [5], [3], [5]]), x > 0
+    buffer, targets = torch.nn.Buffer, torch.tensor([0, 3, 6, 1, 2])
+    gates = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+    complex_rows = torch.view_as_complex(randn(5, 6, 2))
+
+    def resized(x: Tensor, mode: str, **more: Any) -> Sample:
+        return Sample(F.interpolate, (x, [n + 2 for n in x.shape[2:]]), {"mode": mode, **more})
+
+    def recurrent(kind: str) -> Sample:
+        k = gates[kind]
+        weights = [randn(k * 4, 6), randn(k * 4, 4), randn(k * 4), randn(k * 4)]
+        state = [randn(1, 5, 4), randn(1, 5, 4)] if kind == "lstm" else randn(1, 5, 4)
+        op = getattr(aten, kind).input
+        return Sample(op, (randn(3, 5, 6), state, weights, True, 1, 0.0, True, False, False))
+
+    return [
+        Sample(aten._log_softmax.default, (x, -1, False)),
+        Sample(F.prelu, (line, randn(3))),
+        *(resized(line, mode) for mode in ("nearest", "nearest-exact", "linear")),
+        *(resized(image, mode) for mode in ("nearest", "nearest-exact", "bilinear", "bicubic")),
+        *(resized(image, mode, antialias=True) for mode in ("bilinear", "bicubic")),
+        *(resized(box, mode) for mode in ("nearest", "nearest-exact", "trilinear")),
+        Sample(F.affine_grid, (randn(5, 2, 3), (5, 3, 4, 6)), {"align_corners": False}),
+        Sample(F.grid_sample, (image, randn(5, 2, 3, 2)), {"align_corners": False}),
+        *(Sample(getattr(aten, op).dim, (mask, 1)) for op in ("all", "any")),
+        *(Sample(getattr(aten, op).dims, (mask, [0], True)) for op in ("all", "any")),
+        Sample(F.conv1d, (randn(5, 6, 7), randn(4, 6, 3)), {"padding": "same"}),
+        Sample(F.conv2d, (randn(5, 6, 7, 5), randn(4, 6, 3, 3), randn(4)), {"padding": "same"}),
+        Sample(F.conv2d, (randn(5, 6, 8, 5), randn(6, 1, 3, 3), randn(6)), {"groups": 6, "stride": 2, "padding": 1}),
+        Sample(F.conv_transpose2d, (randn(5, 6, 4, 5), randn(6, 4, 3, 3), randn(4)), {"stride": 2}),
+        *(Sample(F.cross_entropy, (randn(5, 7), targets), {"reduction": how}) for how in ("none", "mean", "sum")),
+        Sample(F.cross_entropy, (randn(5, 7), targets, buffer(randn(7).abs()))),
+        Sample(F.nll_loss, (randn(5, 7), targets), {"reduction": "none"}),
+        Sample(F.multi_margin_loss, (randn(5, 7), targets), {"reduction": "none"}),
+        Sample(F.multi_margin_loss, (randn(5, 7), targets)),
+        Sample(F.soft_margin_loss, (x, torch.sign(randn(5, 6)))),
+        *(recurrent(kind) for kind in gates),
+        *(Sample(pool, (x[:, :, None].expand(5, 6, 6), 2), {"return_indices": True}) for pool in (F.max_pool1d,)),
+        Sample(F.max_pool2d, (image, 2), {"return_indices": True}),
+        Sample(F.max_pool2d, (image, 3), {"stride": 1, "padding": 1}),
+        Sample(F.max_pool3d, (box, 2), {"return_indices": True}),
+        Sample(torch.native_channel_shuffle, (randn(5, 6, 2, 3), 3)),
+        Sample(F.batch_norm, (line, None, None, randn(3), randn(3), True)),
+        Sample(F.batch_norm, (line, buffer(randn(3)), buffer(randn(3).abs()), randn(3), randn(3), False)),
+        Sample(F.group_norm, (randn(5, 6, 3), 2, randn(6), randn(6))),
+        Sample(lambda x, i: x[i], (x, rows)),
+        Sample(lambda x, i: x[:, i], (x, rows)),
+        Sample(lambda x, i, j: x[i, j], (x, rows, columns)),
+        Sample(lambda x, i, j: x[i, :, j], (randn(5, 3, 6), rows, columns)),
+        *(Sample(torch.index_put, (x, (rows,), randn(4, 6), how)) for how in (True,)),
+        Sample(aten._unsafe_index.Tensor, (x, [rows, None])),
+        Sample(aten._unsafe_index_put.default, (x, [rows, None], randn(4, 6), True)),
+        Sample(torch.index_fill, (x, 1, columns[:, 0], torch.tensor(2.5, dtype=torch.float64))),
+        Sample(torch.scatter, (x, 1, columns, 2.5)),
+        Sample(torch.slice_scatter, (x, randn(2, 6), 0, 1, 3)),
+        *(Sample(torch.where, (mask, *branches)) for branches in ((x, 0.0), (x, 2.0), (0.0, x), (1.0, 2.0))),
+        Sample(torch.fft.fft, (complex_rows,)),
+        Sample(torch.fft.rfft, (x,)),
+        Sample(torch.fft.irfft, (complex_rows, 10)),
+        Sample(F.fold, (randn(5, 12, 6), (3, 4), (2, 2))),
+        Sample(F.unfold, (image, (2, 2))),
+        Sample(F.embedding_bag, (torch.tensor([[2, 7, 9], [0, 5, 7]]), randn(10, 6)), {"mode": "sum"}),
+    ]
+
+
 # ------------------------------------------------------------------------------------------------ torch's own
 
 
@@ -218,9 +288,10 @@ def table() -> list[str]:
 @functools.cache
 def written_calls() -> dict[str, list[Call]]:
     found: dict[str, list[Call]] = {}
-    for sample in written():
-        for call in captured(*sample).calls:
-            found.setdefault(call.name, []).append(call)
+    for sample in [*written(), *more()]:
+        with contextlib.suppress(RuleError):
+            for call in captured(*sample).calls:
+                found.setdefault(call.name, []).append(call)
     return found
 
 
