@@ -206,7 +206,7 @@ def mean_to_sum(program: Program) -> None:
             dims, keep = [len(shape) - 2, len(shape) - 1], True
         else:
             given = argument(node, "dim") if node.target is aten.mean.dim else None
-            dims = list(range(len(shape))) if given is None else [d % len(shape) for d in given]
+            dims = list(range(len(shape))) if given is None else [d % len(shape) for d in given if shape]
             keep = bool(argument(node, "keepdim"))
         if argument(node, "dtype") is not None:
             continue

@@ -20,6 +20,7 @@ from proving import Call, Parts, Sizes, cases_of, failure
 
 from autopar.rules.analysis import Bound
 from autopar.rules.notation import Dims, Rule
+from autopar.rules.registry import has_rule
 
 Named = Iterator[tuple[str, Rule]]
 
@@ -108,6 +109,10 @@ def _forms(rule: Rule, floating: tuple[bool, ...]) -> Named:
 
 # Mutants that survive: what they offer is right, and why the rule does not offer it.
 RIGHT_BUT_NOT_OFFERED = {
+    **{
+        (f"aten.{op}", "does not reshape"): "there is no size among the op's arguments"
+        for op in ("flatten.using_ints", "unsqueeze.default", "squeeze.default", "squeeze.dim", "squeeze.dims")
+    },
     ("aten.detach.default", "linear in input"): "its value is a constant to autograd; sums are joined before it",
     ("aten.conv1d.default", "c is not whole"): "a split inside every group needs strided cuts, which few weights have",
     ("aten.conv2d.default", "c is not whole"): "a split inside every group needs strided cuts, which few weights have",
@@ -125,7 +130,7 @@ def with_rule(call: Call, rule: Rule) -> Bound:
 class Verdict:
     """What calls say of one mutant.  detail: how it was caught, why it is equivalent, or what came out right."""
 
-    op: str
+    rule: str
     mutant: str
     verdict: str
     detail: str = ""
@@ -138,7 +143,7 @@ def trials(call: Call, meshes: Iterable[Sizes] = ((2,), (4,)), skip: Iterable[st
     proven = {sizes: {case.signature for case in cases_of(call.bound, sizes)} for sizes in meshes}
     for name, broken in mutants(rule, call.op.type.floating_ins):
         if general(name) not in done:
-            yield Verdict(call.name, general(name), *_trial(call, name, broken, parts, proven))
+            yield Verdict(rule_name(call.name, name), general(name), *_trial(call, name, broken, parts, proven))
 
 
 def _trial(call: Call, name: str, broken: Rule, parts: Parts, proven: dict[Sizes, set[str]]) -> tuple[str, str]:
@@ -177,6 +182,11 @@ def _why_less(rule: Rule, broken: Rule, name: str) -> str:
     return ""
 
 
+def rule_name(op: str, mutant: str) -> str:
+    """The rule that a mutant breaks: ops with torch's tag share one, but not what they are linear in."""
+    return op if has_rule(op) or re.search("linear|product", mutant) else "pointwise"
+
+
 def general(name: str) -> str:
     """A mutant's name for all calls of an op: factors of numbered dimensions are one."""
     return re.sub(r"(?<=\b[a-z])\d+|(?<=linear in input) \d+", "", name)
@@ -188,13 +198,15 @@ def general(name: str) -> str:
 _WEIGHT = {"equivalent": 0, "idle": 1, "renamed": 2, "survived": 3, "caught": 4}
 
 
-def verdicts(calls: Iterable[Call]) -> dict[str, Verdict]:
-    """One verdict for each mutant of an op's rule: the gravest that any call gives."""
-    found: dict[str, Verdict] = {}
+def verdicts(
+    calls: Iterable[Call], found: dict[tuple[str, str], Verdict] | None = None
+) -> dict[tuple[str, str], Verdict]:
+    """One verdict for each (rule, mutant): the gravest that any call gives; adds to ``found``."""
+    found = {} if found is None else found
     for call in calls:
-        caught = {name for name, v in found.items() if v.verdict == "caught"}
+        caught = {m for (r, m), v in found.items() if v.verdict == "caught" and r == rule_name(call.name, m)}
         for verdict in trials(call, skip=caught):
-            known = found.get(verdict.mutant)
-            if known is None or _WEIGHT[verdict.verdict] > _WEIGHT[known.verdict]:
-                found[verdict.mutant] = verdict
+            key = verdict.rule, verdict.mutant
+            if key not in found or _WEIGHT[verdict.verdict] > _WEIGHT[found[key].verdict]:
+                found[key] = verdict
     return found

@@ -45,7 +45,7 @@ class Proofs:
         return [
             v
             for v in self.mutants
-            if v.verdict == "idle" or (v.verdict == "survived" and (v.op, v.mutant) not in RIGHT_BUT_NOT_OFFERED)
+            if v.verdict == "idle" or (v.verdict == "survived" and (v.rule, v.mutant) not in RIGHT_BUT_NOT_OFFERED)
         ]
 
 
@@ -59,8 +59,10 @@ def prove_all(limit: int) -> Proofs:
             report = prove_call(call, MESHES)
             found.proven.update(report.checked)
             found.wrong += [f"{name}: {w}" for w in report.wrong]
+    known: dict[tuple[str, str], Verdict] = {}
     for calls in found.calls.values():
-        found.mutants += verdicts(list(calls.values())[:MUTATED]).values()
+        verdicts(list(calls.values())[:MUTATED], known)
+    found.mutants = list(known.values())
     return found
 
 
@@ -116,7 +118,7 @@ def main() -> None:
     for title, lines in (
         ("wrong", found.wrong),
         ("not proven", found.unproven()),
-        ("unexplained", [f"{v.op}: {v.mutant} ({v.verdict}) {v.detail}" for v in found.unexplained()]),
+        ("unexplained", [f"{v.rule}: {v.mutant} ({v.verdict}) {v.detail}" for v in found.unexplained()]),
         ("right but not offered", [f"{op}: {m}: {why}" for (op, m), why in RIGHT_BUT_NOT_OFFERED.items()]),
         ("refused", [f"{n:4d} {text}" for text, n in found.refused.most_common()]),
         ("not captured", [f"{n:4d} {text}" for text, n in found.not_captured.most_common()]),
