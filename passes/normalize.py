@@ -207,7 +207,7 @@ def mean_to_sum(program: Program) -> None:
             dims, keep = list(range(len(shape) - len(size), len(shape))), True
         else:
             given = argument(node, "dim") if node.target is aten.mean.dim else None
-            dims = list(range(len(shape))) if not given else [d % len(shape) for d in given]
+            dims = [d % len(shape) for d in given if shape] if given else list(range(len(shape)))
             keep = bool(argument(node, "keepdim"))
         with graph.inserting_before(node):
             total = sum_over(cast_like(x, node), dims, keep)

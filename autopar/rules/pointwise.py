@@ -45,7 +45,7 @@ def pointwise_rule(
     """Rule of an op that works element by element on its broadcast inputs."""
     out = shape_of(node)
     ins = tuple(broadcast_dims(shape_of(v), out) for v in tensor_inputs(node))
-    sizes = {f"d{i}": n for i, n in enumerate(out) if n > 1}
+    sizes = {f"d{i}": n for i, n in enumerate(out) if n != 1}
     return Rule(ins, (broadcast_dims(out, out),), sizes, form, saves=saves, algorithms=algorithms_of(node), **more)
 
 

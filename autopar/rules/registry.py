@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.errors import RuleError
+from autopar.errors import AutoparError, RuleError
 from autopar.program import (
     call_arguments,
     gives_tensors,
@@ -155,11 +155,11 @@ def rule_for(node: fx.Node) -> Rule:
     """The rule of a call.  Raises RuleError naming op, module and source line where there is none."""
     name = target_name(node)
     if name in _COMPUTED:
-        return _COMPUTED[name](node)
+        return _made(name, node)
     if name in _DEFINITIONS:
         return from_text(node, _DEFINITIONS[name])
     if _is_pointwise(node):
-        return _COMPUTED["pointwise"](node)
+        return _made("pointwise", node)
     if not gives_tensors(node):
         raise RuleError(
             "a number that depends on the values of tensors has no rule",
@@ -177,6 +177,20 @@ def rule_for(node: fx.Node) -> Rule:
         got="none",
         hint=f'add one: autopar.rules.rule("{name}", "{shapes} -> {out}", args="...", whole="...")',
     )
+
+
+def _made(name: str, node: fx.Node) -> Rule:
+    """The rule that a function makes; a call that the function was not written for is refused, not a crash."""
+    try:
+        return _COMPUTED[name](node)
+    except AutoparError:
+        raise
+    except Exception as error:
+        raise RuleError(
+            f"the rule of {target_name(node)} does not know such a call",
+            where=place(node),
+            got=f"{type(error).__name__}: {error}, for {[shape_of(v) for v in node.all_input_nodes if is_tensor(v)]}",
+        ) from error
 
 
 def _letters(node: fx.Node) -> str:

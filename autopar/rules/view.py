@@ -17,7 +17,7 @@ def plain_dims(shape: Shape, prefix: str = "d") -> Dims:
 
 
 def plain_sizes(shape: Shape, prefix: str = "d") -> dict[str, int]:
-    return {f"{prefix}{i}": n for i, n in enumerate(shape) if n > 1}
+    return {f"{prefix}{i}": n for i, n in enumerate(shape) if n != 1}
 
 
 @computed(

@@ -1,16 +1,77 @@
-"""Every rule, proven: see `proving`."""
+"""Every rule, proven and broken: a slice for every day, and all of torch's OpInfo (`prove_rules`)."""
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
+import pytest
 import torch
 import torch.nn.functional as F
-from proving import prove
+from mutants import RIGHT_BUT_NOT_OFFERED, verdicts, with_rule
+from proving import captured, prove, prove_call
+from samples import calls_of, opinfo, table
+
+RULES = table()
+MESHES = [(2,), (3,), (4,), (2, 2)]
 
 
-def randn(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64)
+@pytest.mark.parametrize("op", RULES)
+def test_every_rule_is_proven(op: str) -> None:
+    """On two meshes each; a rule without a call to prove it on is an error."""
+    calls = calls_of(op, 0)
+    assert calls, f"no sample reaches {op}: write one in tests/samples.py"
+    rng = random.Random(op)
+    for call in rng.sample(calls, min(len(calls), 4)):
+        prove_call(call, rng.sample(MESHES, 2)).check()
 
 
-def test_linear() -> None:
-    torch.manual_seed(0)
-    prove(F.linear, (randn(5, 7, 6), randn(10, 6), randn(10))).check()
+@pytest.mark.parametrize("op", random.Random(0).sample(RULES, 15))
+def test_a_broken_rule_is_caught(op: str) -> None:
+    for verdict in verdicts(calls_of(op, 1)).values():
+        known = (verdict.rule, verdict.mutant) in RIGHT_BUT_NOT_OFFERED
+        assert verdict.verdict in ("caught", "equivalent", "renamed") or known, verdict
+
+
+@pytest.mark.parametrize(
+    "name", ["add", "div", "exp", "where", "sum", "mean", "nn.functional.linear", "cat", "reshape"]
+)
+def test_opinfo_samples(name: str) -> None:
+    for _, sample in opinfo([name], 2):
+        report = prove(*sample, meshes=[(2,), (3,)])
+        assert not report.wrong, report.wrong
+
+
+def test_a_proof_sees_a_wrong_value() -> None:
+    call = captured(torch.relu, (torch.randn(5, 6, dtype=torch.float64),)).calls[0]
+    broken = replace(call, bound=with_rule(call, replace(call.op.rule, form=((0,),))))
+    (wrong, *_) = prove_call(broken, [(2,)]).wrong
+    assert "P 0 on 2: AssertionError: output 0 differs by" in wrong
+
+
+def test_a_proof_sees_a_gradient_that_is_counted_on_every_rank() -> None:
+    """As when the rules take a value for one that has no gradient: values are right."""
+    call = captured(torch.exp, (torch.randn(5, 6, dtype=torch.float64),)).calls[0]
+    op = replace(call.op, type=replace(call.op.type, differentiable_outs=(False,)))
+    broken = replace(call, bound=replace(call.bound, operations=(op,)))
+    (wrong,) = prove_call(broken, [(3,)]).wrong
+    assert "R on 3: AssertionError: gradient 0 differs by" in wrong
+
+
+def test_a_proof_sees_a_rank_that_is_cut_off_from_the_graph() -> None:
+    """A rank without rows that leaves the graph would not take part in the collectives of the backward pass."""
+    x, scores = torch.randn(2, 4, 5, 6, dtype=torch.float64), torch.randn(2, 4, 5, 5, dtype=torch.float64)
+    call = captured(F.scaled_dot_product_attention, (x, x, x, scores)).calls[0]
+    broken = replace(call, bound=with_rule(call, replace(call.op.rule, filled=False)))
+    assert any("gradient 3 is missing on rank" in w for w in prove_call(broken, [(4,)]).wrong)
+
+
+@pytest.mark.slow
+def test_all_of_opinfo() -> None:
+    from prove_rules import prove_all
+
+    found = prove_all(3)
+    assert not found.wrong, "\n".join(found.wrong)
+    assert not found.unproven()
+    assert not found.unexplained(), found.unexplained()
+    assert sum(found.proven.values()) > 20_000

@@ -1,0 +1,212 @@
+"""Rules deliberately broken, one thing at a time: each must be caught by the proofs, or run as the rule itself does.
+
+Mutants are made mechanically from a bound rule.  A mutant is
+
+    caught      by a call in which a strategy that only it offers, or that it runs otherwise, comes out wrong
+    equivalent  where it offers nothing else than the rule does, all of which is proven, for a reason that holds always
+    renamed     where it offers exactly what the rule does
+    idle        where it offers less, for no such reason: it may offer something wrong to tensors of other shapes
+    survived    where all that it offers comes out right: the rule could offer it, too
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from proving import Call, Parts, Sizes, cases_of, failure
+
+from autopar.rules.analysis import Bound
+from autopar.rules.notation import Dims, Rule
+from autopar.rules.registry import has_rule
+
+Named = Iterator[tuple[str, Rule]]
+
+
+def mutants(rule: Rule, floating: tuple[bool, ...]) -> Named:
+    """(what is broken, the broken rule); ``floating``: which inputs can carry a sum."""
+    yield from _roles(rule)
+    yield from _tensors(rule)
+    yield from _forms(rule, floating)
+    for name in rule.size_args:
+        yield f"size {name} is kept", replace(rule, size_args={k: v for k, v in rule.size_args.items() if k != name})
+    for name in rule.part_args:
+        yield (
+            f"part {name} is not told",
+            replace(rule, part_args={k: v for k, v in rule.part_args.items() if k != name}),
+        )
+    for i, known in enumerate(rule.algorithms):
+        rest = rule.algorithms[:i], rule.algorithms[i + 1 :]
+        other = "I" if known.lacking == "P" else "P"
+        yield (
+            f"{known.name} gives {other}",
+            replace(rule, algorithms=(*rest[0], replace(known, lacking=other), *rest[1])),
+        )
+        yield f"no {known.name}", replace(rule, algorithms=(*rest[0], *rest[1]))
+        for factor in sorted(rule.whole - {*known.splits}):
+            wider = replace(known, splits=(*known.splits, factor))
+            yield f"{known.name} splits {factor}", replace(rule, algorithms=(*rest[0], wider, *rest[1]))
+    if rule.filled:
+        yield "may be empty", replace(rule, filled=False)
+    if rule.reshapes:
+        yield "does not reshape", replace(rule, reshapes=False)
+
+
+def _roles(rule: Rule) -> Named:
+    for factor in sorted(rule.whole):
+        yield f"{factor} is not whole", replace(rule, whole=rule.whole - {factor})
+    for factor in sorted(rule.sums):
+        yield f"{factor} is whole", replace(rule, sums=rule.sums - {factor}, whole=rule.whole | {factor})
+        yield f"{factor} is no sum", replace(rule, sums=rule.sums - {factor})
+
+
+def _tensors(rule: Rule) -> Named:
+    """A factor dropped from a tensor, two swapped, a compound the other way round, a dimension's factors moved."""
+    for side in ("ins", "outs"):
+        tensors: tuple[Dims, ...] = getattr(rule, side)
+        for i, dims in enumerate(tensors):
+
+            def put(new: Dims, side: str = side, tensors: tuple[Dims, ...] = tensors, i: int = i) -> Rule:
+                changed = (*tensors[:i], new, *tensors[i + 1 :])
+                return replace(rule, ins=changed) if side == "ins" else replace(rule, outs=changed)
+
+            present = [f for d in dims for f in d]
+            for f in present:
+                yield f"{f} is not in {side} {i}", put(tuple(tuple(g for g in d if g != f) for d in dims))
+            for f, g in itertools.combinations(present, 2):
+                swap = {f: g, g: f}
+                yield f"{f} and {g} swapped in {side} {i}", put(tuple(tuple(swap.get(h, h) for h in d) for d in dims))
+            for d, names in enumerate(dims):
+                if len(names) > 1:
+                    yield f"({' '.join(names)}) turned in {side} {i}", put((*dims[:d], names[::-1], *dims[d + 1 :]))
+
+
+def _forms(rule: Rule, floating: tuple[bool, ...]) -> Named:
+    used = {i for term in rule.form for i in term}
+    for i, can in enumerate(floating):
+        if can and i not in used:
+            yield f"linear in input {i}", replace(rule, form=(*rule.form, (i,)) if rule.form else ((i,),))
+            for k, term in enumerate(rule.form):
+                joined = (*rule.form[:k], (*term, i), *rule.form[k + 1 :])
+                yield f"product {k} has input {i}", replace(rule, form=joined)
+    for k, term in enumerate(rule.form):
+        if len(rule.form) > 1:
+            yield f"no product {k}", replace(rule, form=(*rule.form[:k], *rule.form[k + 1 :]))
+        if len(term) > 1:
+            apart = tuple((i,) for i in term)
+            yield f"product {k} is a sum", replace(rule, form=(*rule.form[:k], *apart, *rule.form[k + 1 :]))
+    if len(rule.form) > 1:
+        yield "sum is a product", replace(rule, form=(tuple(i for t in rule.form for i in t),))
+    many = [i for i, can in enumerate(floating) if can]
+    if not rule.form and len(many) > 1:
+        yield "linear in all together", replace(rule, form=tuple((i,) for i in many))
+        yield "linear in each", replace(rule, form=(tuple(many),))
+    if rule.form:
+        yield "not linear", replace(rule, form=())
+
+
+# Mutants that survive: what they offer is right, and why the rule does not offer it.
+RIGHT_BUT_NOT_OFFERED = {
+    **{
+        (f"aten.{op}", "does not reshape"): "there is no size among the op's arguments"
+        for op in ("flatten.using_ints", "unsqueeze.default", "squeeze.default", "squeeze.dim", "squeeze.dims")
+    },
+    ("aten.detach.default", "linear in input"): "its value is a constant to autograd; sums are joined before it",
+    ("aten.conv1d.default", "c is not whole"): "a split inside every group needs strided cuts, which few weights have",
+    ("aten.conv2d.default", "c is not whole"): "a split inside every group needs strided cuts, which few weights have",
+    ("aten.conv2d.default", "o is not whole"): "a split inside every group needs strided cuts, which few weights have",
+    ("autopar.attention", "may be empty"): "only torch's own kernel drops a mask where no row is left",
+}
+
+
+def with_rule(call: Call, rule: Rule) -> Bound:
+    op = call.op
+    return replace(call.bound, operations=(replace(op, type=replace(op.type, rule=rule)),))
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What calls say of one mutant.  detail: how it was caught, why it is equivalent, or what came out right."""
+
+    rule: str
+    mutant: str
+    verdict: str
+    detail: str = ""
+
+
+def trials(call: Call, meshes: Iterable[Sizes] = ((2,), (4,)), skip: Iterable[str] = ()) -> Iterator[Verdict]:
+    """Try every mutant of a call's rule that is not in ``skip`` (names as in `general`)."""
+    meshes, done, rule = tuple(meshes), set(skip), call.op.rule
+    parts = Parts(call)
+    proven = {sizes: {case.signature for case in cases_of(call.bound, sizes)} for sizes in meshes}
+    for name, broken in mutants(rule, call.op.type.floating_ins):
+        if general(name) not in done:
+            yield Verdict(rule_name(call.name, name), general(name), *_trial(call, name, broken, parts, proven))
+
+
+def _trial(call: Call, name: str, broken: Rule, parts: Parts, proven: dict[Sizes, set[str]]) -> tuple[str, str]:
+    right, same = [], True
+    for sizes, known in proven.items():
+        offered = set()
+        try:
+            for case in cases_of(with_rule(call, broken), sizes):
+                offered.add(case.signature)
+                if case.signature not in known:
+                    found = failure(case, parts)
+                    if found:
+                        return "caught", f"{case}: {found}"
+                    right.append(str(case))
+        except Exception as error:  # no rank's program can be written
+            return "caught", repr(error)
+        same = same and offered == known
+    if right:
+        return "survived", "; ".join(right[:3])
+    reason = _why_less(call.op.rule, broken, name)
+    if reason:
+        return "equivalent", reason
+    return ("renamed", "it offers the same under other names") if same else ("idle", "")
+
+
+def _why_less(rule: Rule, broken: Rule, name: str) -> str:
+    """Why a mutant offers no more than the rule, whatever the shapes."""
+    if re.search(r"is whole$|^not linear$|^no ", name) or not {*rule.factors} <= {*broken.factors}:
+        return "it only offers less"
+    fixed = rule.whole - {f for a in rule.algorithms for f in a.splits}
+    named = re.match(r"\(?([\w' ]+?)\)? (is not in|swapped|turned)", name)
+    if named and set(named[1].replace(" and ", " ").split()) <= fixed:
+        return "these factors are not split in any case"
+    if name.endswith("is no sum"):
+        return "what a factor of no output is, define() asks: strategies follow from the signature"
+    return ""
+
+
+def rule_name(op: str, mutant: str) -> str:
+    """The rule that a mutant breaks: ops with torch's tag share one, but not what they are linear in."""
+    return op if has_rule(op) or re.search("linear|product", mutant) else "pointwise"
+
+
+def general(name: str) -> str:
+    """A mutant's name for all calls of an op: factors of numbered dimensions are one."""
+    return re.sub(r"(?<=\b[a-z])\d+|(?<=linear in input) \d+", "", name)
+
+
+# ------------------------------------------------------------------------------------------------ over many calls
+
+
+_WEIGHT = {"equivalent": 0, "idle": 1, "renamed": 2, "survived": 3, "caught": 4}
+
+
+def verdicts(
+    calls: Iterable[Call], found: dict[tuple[str, str], Verdict] | None = None
+) -> dict[tuple[str, str], Verdict]:
+    """One verdict for each (rule, mutant): the gravest that any call gives; adds to ``found``."""
+    found = {} if found is None else found
+    for call in calls:
+        caught = {m for (r, m), v in found.items() if v.verdict == "caught" and r == rule_name(call.name, m)}
+        for verdict in trials(call, skip=caught):
+            key = verdict.rule, verdict.mutant
+            if key not in found or _WEIGHT[verdict.verdict] > _WEIGHT[found[key].verdict]:
+                found[key] = verdict
+    return found
