@@ -65,7 +65,7 @@ def verify(
         {w.node: Ways(w.gather, w.final) for w in module.weights()},
     )
     findings = check_axes(module)
-    found, counts = check_graphs(resolved, [graph])
+    found, counts = check_graphs(origin.bound, resolved, [graph])
     findings += found
     left_out: dict[str, str] = {}
     untyped: dict[str, int] = {}
@@ -110,7 +110,7 @@ def verify_plan(
     api.check_plan(plan, bound, None if cluster is None else api.as_cluster(cluster))
     resolved = resolve(plan, bound, *expand(plan, bound))
     graphs = [rank_graph(resolved, at) for at in coordinates_that_matter(resolved)]
-    findings, counts = check_graphs(resolved, graphs)
+    findings, counts = check_graphs(bound, resolved, graphs)
     left_out: dict[str, str] = {}
     untyped: dict[str, int] = {}
     if public:
@@ -132,9 +132,9 @@ def verify_plan(
     return Report(f"plan {plan.id} on {plan.device_mesh}", tuple(findings), counts, untyped, left_out)
 
 
-def check_graphs(resolved: Resolved, graphs: Sequence[RankGraph]) -> tuple[list[Finding], dict[str, float]]:
+def check_graphs(bound: Bound, resolved: Resolved, graphs: Sequence[RankGraph]) -> tuple[list[Finding], dict[str, float]]:
     """(a) and (b): types and collectives of the training graphs of these ranks, which nothing runs."""
-    numbering = number_values(resolved.analysis)
+    numbering = number_values(bound)
     outputs = resolved.analysis.program.loss is None
     findings: list[Finding] = []
     types: list[Types] = []
