@@ -233,16 +233,21 @@ def record(trial: Trial, rank: int) -> Outcome:
 # ------------------------------------------------------------------------------------------------ compared
 
 
-def check_step(trial: Trial) -> tuple[list[Finding], list[Outcome], Outcome]:
-    """(findings, what every rank did, what one process did)."""
-    expected = run_unsplit(trial)
+def check_step(
+    trial: Trial, expected: Outcome | None = None, locate: bool = True
+) -> tuple[list[Finding], list[Outcome], Outcome]:
+    """(findings, what every rank did, what one process did).
+
+    expected: the latter, where it is known.  locate: run again to name the node where they part.
+    """
+    expected = expected or run_unsplit(trial)
     try:
         with counted() as sent_by:
             outcomes = trial.on_ranks(lambda rank: on_rank(trial, rank, sent_by))
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
         text = str(error).splitlines() or [""]
         return (
-            [Finding("step", "the step fails", _parts_at(trial), "a step", f"{type(error).__name__}: {text[0]}")],
+            [Finding("step", "the step fails", _parts_at(trial) if locate else "", "a step", f"{type(error).__name__}: {text[0]}")],
             [],
             expected,
         )
@@ -253,7 +258,7 @@ def check_step(trial: Trial) -> tuple[list[Finding], list[Outcome], Outcome]:
                 finding = Finding(
                     "step",
                     f"{name} is another one on rank {rank} than on one process",
-                    _parts_at(trial),
+                    _parts_at(trial) if locate else "",
                     _numbers(wanted),
                     "nothing" if got is None else _difference(got, wanted),
                 )

@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +33,7 @@ from autopar.layout import (
     local_shape,
 )
 from autopar.passes.resolve import Resolved
-from autopar.program import OutputName, module_path, place
+from autopar.program import OutputName, place
 from autopar.rules.analysis import Operation
 from autopar.rules.derive import Choice, Strategy, apply, factor_size, splittable
 from autopar.rules.factors import Cut, dimension_cut, factor_cut
@@ -151,6 +152,8 @@ class _Checker:
                 return
 
     def placeholder(self, node: fx.Node, kind: str, name: str) -> None:
+        if node.name != name:
+            raise Mistyped("a placeholder is handed what another one stands for", node.name, f"{kind} {name}")
         if kind in ("axis", "rng", "gradients"):
             return
         whole = (I,) * len(self.mesh.sizes)
@@ -490,12 +493,36 @@ class _Checker:
         return Finding("types", error.what, f"{where} ({rank})", error.expected, error.got)
 
     def where(self, node: fx.Node) -> str:
-        """Module path and source line: of the op that the node is, else of the op that made what it takes."""
-        for known in (node, *node.all_input_nodes):
-            if known.name in self.types.ops:
-                return f"{node.name}, {place(self.types.ops[known.name].node)}"
-        path = node.meta.get("where") or next((module_path(n) for n in node.users if module_path(n)), "")
-        return f"{node.name}, {path or 'the inputs'}"
+        return _where(node, self.types.ops)
+
+
+def _where(node: fx.Node, ops: Mapping[str, Operation]) -> str:
+    """Module path and source line: of the op that the node is, else of those that it lies between."""
+    if node.name in ops:
+        return f"{node.name}, {place(ops[node.name].node)}"
+    before = _nearest(node, lambda n: n.all_input_nodes, lambda n: n.name in ops)
+    after = _nearest(node, lambda n: list(n.users), lambda n: bool(n.meta.get("where")))
+    text = [node.name]
+    if after is not None:
+        text.append(f"in or before {after.meta['where']}")
+    if before is not None:
+        text.append(f"after {before.name} of {place(ops[before.name].node)}")
+    return ", ".join(text)
+
+
+def _nearest(
+    node: fx.Node, beside: Callable[[fx.Node], Sequence[fx.Node]], wanted: Callable[[fx.Node], bool]
+) -> fx.Node | None:
+    """The first node, by distance from ``node``, that is wanted."""
+    queue, seen = deque([node]), {node}
+    while queue:
+        known = queue.popleft()
+        if wanted(known):
+            return known
+        new = [n for n in beside(known) if n not in seen]
+        queue.extend(new)
+        seen.update(new)
+    return None
 
 
 def compare_ranks(resolved: Resolved, graphs: Sequence[RankGraph], types: Sequence[Types]) -> list[Finding]:
@@ -510,11 +537,15 @@ def compare_ranks(resolved: Resolved, graphs: Sequence[RankGraph], types: Sequen
                 mine.name in types[0].values and theirs.name in found.values
             ):
                 what = "ranks hold one value in different layouts"
-                expected, got = str(types[0].values[mine.name][0]), str(found.values[theirs.name][0])
+                expected, got = (_reading(resolved, t, n) for t, n in ((types[0], mine), (found, theirs)))
             else:
                 continue
-            op = types[0].ops.get(getattr(mine, "name", ""))
-            where = f"{mine or theirs}, {place(op.node)}" if op is not None else str(mine or theirs)
-            text = f"{where} ({mesh_text(resolved.mesh, graph.at)})"
-            return [Finding("types", what, text, expected, got)]
+            where = _where(mine or theirs, types[0].ops if mine is not None else found.ops)
+            return [Finding("types", what, f"{where} ({mesh_text(resolved.mesh, graph.at)})", expected, got)]
     return []
+
+
+def _reading(resolved: Resolved, types: Types, node: fx.Node) -> str:
+    """Values and layouts of a node, as a person reads them."""
+    first = types.values[node.name][0]
+    return ", ".join(f"value {number} in {format_layout(layout, resolved.mesh.axes)}" for number, layout in first)
