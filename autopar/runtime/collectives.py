@@ -279,6 +279,30 @@ class _Convert(torch.autograd.Function):
         axis, src, dst = ctx.step
         return move(grad, axis, dual_state(dst), dual_state(src)), None, None, None
 
+    @staticmethod
+    def spmd_typecheck(*, x: Any, axis: Axis, src: LocalState, dst: LocalState) -> Any:
+        """What the public checker spmd_types, where it is on, takes for the type of the result."""
+        return spmd_type(x, axis, src, dst)
+
+
+def spmd_type(x: Any, axis: Axis, src: LocalState, dst: LocalState) -> Any:
+    """The type, in the words of the spmd_types package, of ``x`` moved from ``src`` to ``dst``; it raises its errors."""
+    import spmd_types
+    from spmd_types import rules
+
+    cut = isinstance(src, Split), isinstance(dst, Split)
+    ends = {
+        "src": spmd_types.S(src.dim) if isinstance(src, Split) else getattr(spmd_types, src),
+        "dst": spmd_types.S(dst.dim) if isinstance(dst, Split) else getattr(spmd_types, dst),
+    }
+    if cut == (True, True):
+        return rules.all_to_all(x, axis.name, **ends)
+    if src == P:
+        return (rules.reduce_scatter if cut[1] else rules.all_reduce)(x, axis.name, **ends)
+    if cut[0] and dst != P:
+        return rules.all_gather(x, axis.name, **ends)
+    return rules.convert(x, axis.name, **ends)
+
 
 def convert(x: Tensor, axis: Axis, src: LocalState, dst: LocalState) -> Tensor:
     """``x`` moved from ``src`` to ``dst`` on ``axis``; its gradient takes the way back between the dual states."""

@@ -182,7 +182,7 @@ def check_public(resolved: Resolved, graph: RankGraph) -> tuple[list[Finding], d
         return [], {}, "spmd_types is not installed (pip install spmd-types)"
     from autopar.verify.public import check
 
-    return check(resolved, graph)
+    return *check(resolved, graph), ""
 
 
 # ------------------------------------------------------------------------------------------------ the step
