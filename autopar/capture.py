@@ -164,12 +164,11 @@ def _user_frame() -> str:
     return ""
 
 
-def export(model: nn.Module, example: Any, loss_fn: LossFn | None = None) -> torch.export.ExportedProgram:
-    """Export ``model`` with its loss; the graph returns (loss, outputs).
+def with_loss(model: nn.Module, kwargs: Mapping[str, Any], loss_fn: LossFn | None = None) -> nn.Module:
+    """A module that is called with (args, kwargs) and returns (loss, outputs).
 
-    Raises CaptureError with the cause and the user's line where the model cannot be captured.
+    Of keyword arguments that the model does not take only ``loss_fn`` is told.
     """
-    args, kwargs = pytree.tree_map(_Distinct(), split_batch(example))
     keys = None
     if loss_fn is not None and kwargs:
         parameters = inspect.signature(model.forward).parameters
@@ -177,6 +176,16 @@ def export(model: nn.Module, example: Any, loss_fn: LossFn | None = None) -> tor
             keys = frozenset(parameters)
     wrapped = _WithLoss(model, loss_fn, keys)
     wrapped.training = model.training
+    return wrapped
+
+
+def export(model: nn.Module, example: Any, loss_fn: LossFn | None = None) -> torch.export.ExportedProgram:
+    """Export ``model`` with its loss; the graph returns (loss, outputs).
+
+    Raises CaptureError with the cause and the user's line where the model cannot be captured.
+    """
+    args, kwargs = pytree.tree_map(_Distinct(), split_batch(example))
+    wrapped = with_loss(model, kwargs, loss_fn)
     try:
         with _EXPORT_LOCK, _refusing_lost_backwards(), _without_cache(model):
             exported = torch.export.export(wrapped, (args, kwargs), strict=False)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -26,16 +27,18 @@ from autopar.plan import Plan
 from autopar.rules.analysis import Bound, bind_program
 from autopar.runtime.module import ParallelModule
 from autopar.testing import run_local
+from autopar.verify.eager import check_eager
 from autopar.verify.numbering import number_values
 from autopar.verify.report import Finding, Report
 from autopar.verify.step import Outcome, Trial, check_step
 from autopar.verify.subject import RankGraph, Ways, coordinates_that_matter, rank_graph
 from autopar.verify.traffic import check_traffic, planned, sent_by_plan
 from autopar.verify.types import Types, check_types, compare_ranks
-from autopar.verify.widen import wide_batch, wide_model, wide_program
+from autopar.verify.widen import invented, wide_batch, wide_model, wide_program
 from autopar.verify.wire import REGATHERED
 
 MAX_WORLD = 8  # ranks of the largest plan of which a step is run
+MAX_INVENTED = 50_000_000  # numbers that are made up for a model without values, so that a step can be run
 
 
 def verify(
@@ -84,7 +87,7 @@ def verify(
         parameters = {n: v for n, v in whole.items() if n not in buffers}
         holder = wide_model(parameters, buffers, module)
         trial = _trial(holder, origin.bound, module.plan, batch, lambda job: _gathered(job, world))
-        more, sent = _step_findings(trial, resolved)
+        more, sent, _ = _step_findings(trial, resolved)
         findings += more
         counts |= sent
     return Report(f"plan {module.plan.id} on {resolved.mesh}", tuple(findings), counts, untyped, left_out)
@@ -103,7 +106,7 @@ def verify_plan(
 ) -> Report:
     """Check a plan of a model on one process: what would run on every kind of rank is emitted and looked at.
 
-    The model may have no values (fake or meta tensors); then no step is run.  Options as of `verify`.
+    The model may have no values (fake or meta tensors); a step of a small one then runs on invented ones.  Options as of `verify`.
     Raises PlanError where the plan is for another model, and what capture raises.
     """
     bound = api.understand(model, example_inputs, loss_fn)
@@ -117,22 +120,39 @@ def verify_plan(
         more, untyped, why = check_public(resolved, graphs[0])
         findings += more
         left_out |= {"spmd_types": why} if why else {}
-    has_values = all(_is_real(t) for t in [*model.parameters(), *model.buffers()])
-    why = _no_step(step, example_inputs, plan.world_size, max_world) or (
-        "" if has_values else "the model has no values"
-    )
+    why = _no_step(step, example_inputs, plan.world_size, max_world)
+    parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
+    real = all(_is_real(t) for t in [*parameters.values(), *buffers.values()])
+    if not why and not real:
+        size = sum(p.numel() for p in model.parameters())
+        why = f"the model has no values, and {size:,} are too many to invent" if size > MAX_INVENTED else ""
     if why:
         left_out["step"] = why
     else:
-        holder = wide_model(dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers()), model)
-        trial = _trial(holder, bound, plan, example_inputs, lambda job: run_local(job, plan.world_size))
-        more, sent = _step_findings(trial, resolved)
+        batch = example_inputs
+        if not real:  # any will do: both sides have the same
+            generator = torch.Generator().manual_seed(0)
+            made = {
+                id(t): t if _is_real(t) else invented(t, generator) for t in [*parameters.values(), *buffers.values()]
+            }
+            parameters, buffers = ({n: made[id(t)] for n, t in d.items()} for d in (parameters, buffers))
+            batch = pytree.tree_map(lambda x: invented(x, generator) if isinstance(x, Tensor) else x, batch)
+            counts["weights whose values are invented"] = len(parameters)
+        holder = wide_model(parameters, buffers, model)
+        trial = _trial(holder, bound, plan, batch, lambda job: run_local(job, plan.world_size))
+        more, sent, expected = _step_findings(trial, resolved)
         findings += more
         counts |= sent
+        if real:
+            more, why = check_eager(model, batch, loss_fn, bound, expected)
+            findings += more
+            left_out |= {"the model itself": why} if why else {}
     return Report(f"plan {plan.id} on {plan.device_mesh}", tuple(findings), counts, untyped, left_out)
 
 
-def check_graphs(bound: Bound, resolved: Resolved, graphs: Sequence[RankGraph]) -> tuple[list[Finding], dict[str, float]]:
+def check_graphs(
+    bound: Bound, resolved: Resolved, graphs: Sequence[RankGraph]
+) -> tuple[list[Finding], dict[str, float]]:
     """(a) and (b): types and collectives of the training graphs of these ranks, which nothing runs."""
     numbering = number_values(bound)
     outputs = resolved.analysis.program.loss is None
@@ -220,10 +240,10 @@ def _gathered(job: Callable[[int], Outcome], world: int) -> list[Any]:
     return made
 
 
-def _step_findings(trial: Trial, resolved: Resolved) -> tuple[list[Finding], dict[str, float]]:
-    findings, outcomes, _ = check_step(trial)
+def _step_findings(trial: Trial, resolved: Resolved) -> tuple[list[Finding], dict[str, float], Outcome]:
+    findings, outcomes, reference = check_step(trial)
     if not outcomes:
-        return findings, {}
+        return findings, {}, reference
     mesh = resolved.mesh
     counts = {"ranks that ran a step": float(len(outcomes))}
     wide = resolve(trial.plan, trial.bound, *expand(trial.plan, trial.bound))
@@ -244,7 +264,7 @@ def _step_findings(trial: Trial, resolved: Resolved) -> tuple[list[Finding], dic
         if not rank:
             counts |= {f"bytes sent over {a} by rank 0": outcome.sent.get(a, 0.0) for a in mesh.axes}
             counts["bytes of weights gathered again"] = outcome.sent.get(REGATHERED, 0.0)
-    return findings, counts
+    return findings, counts, reference
 
 
 __all__ = ["Finding", "Report", "check_graphs", "verify", "verify_plan"]

@@ -163,7 +163,9 @@ class _Walk:
             return out
         # its cuts of one dimension are undone from the inside out; ours in any order, so the others stand aside
         state = self.states(x)
-        alone = self.stamped(self.bare(tuple(x.shape), x.dtype, x.requires_grad), {**state, **dict.fromkeys(beside, "R")})
+        alone = self.stamped(
+            self.bare(tuple(x.shape), x.dtype, x.requires_grad), {**state, **dict.fromkeys(beside, "R")}
+        )
         spmd_types.rules.output(out, spmd_type(alone, axis, step.src, step.dst))
         after = self.states(out)
         out = self.bare(shape, x.dtype, x.requires_grad)
@@ -218,7 +220,8 @@ class _Walk:
     def follow(self, value: Value, start: Layout, way: Sequence[Step], goal: Layout | None) -> Tensor:
         """A weight, or a gradient, along its way."""
         x = self.typed(
-            self.bare(local_shape(value.shape, start, self.resolved.mesh.sizes, self.rank.at), value.dtype, False), start
+            self.bare(local_shape(value.shape, start, self.resolved.mesh.sizes, self.rank.at), value.dtype, False),
+            start,
         )
         for step in way:
             x = self.moved(x, step)
@@ -345,7 +348,9 @@ class _Unrunnable(Exception):
 def _words(states: dict[str, Any], dims: int) -> tuple[dict[Any, Any], Any]:
     """(local types, partition spec) of states by axis: R, I, P or the dimension that is cut."""
     cuts = [tuple(a for a, s in states.items() if s == d) for d in range(dims)]
-    local: dict[Any, Any] = {a: spmd_types.V if isinstance(s, int) else getattr(spmd_types, s) for a, s in states.items()}
+    local: dict[Any, Any] = {
+        a: spmd_types.V if isinstance(s, int) else getattr(spmd_types, s) for a, s in states.items()
+    }
     spec = spmd_types.PartitionSpec(*(None if not c else c[0] if len(c) == 1 else c for c in cuts))
     return local, spec if any(cuts) else None
 

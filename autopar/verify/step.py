@@ -175,11 +175,11 @@ def on_rank(trial: Trial, rank: int, sent_by: Callable[[ParallelModule], Mapping
 def build(trial: Trial, rank: int) -> ParallelModule:
     module = api.build(trial.model, trial.bound, trial.plan, trial.seed)
     if trial.graphs is not None:
-        _install(module, trial.graphs[trial.plan.device_mesh.coordinates(rank)])
+        install(module, trial.graphs[trial.plan.device_mesh.coordinates(rank)])
     return module
 
 
-def _install(module: ParallelModule, graph: RankGraph) -> None:
+def install(module: ParallelModule, graph: RankGraph) -> None:
     """Run ``graph`` in training in place of what was emitted."""
     emitted = module._compile
     has_loss = module._signature.has_loss
@@ -247,7 +247,15 @@ def check_step(
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
         text = str(error).splitlines() or [""]
         return (
-            [Finding("step", "the step fails", _parts_at(trial) if locate else "", "a step", f"{type(error).__name__}: {text[0]}")],
+            [
+                Finding(
+                    "step",
+                    "the step fails",
+                    _parts_at(trial) if locate else "",
+                    "a step",
+                    f"{type(error).__name__}: {text[0]}",
+                )
+            ],
             [],
             expected,
         )

@@ -84,6 +84,14 @@ def wide_model(parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], 
     return root.train(like.training)
 
 
+def invented(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Values for a tensor that has none: small numbers, and 0 or 1 where it holds integers, which any index may be."""
+    shape = tuple(x.shape)
+    if x.is_floating_point():
+        return torch.randn(shape, generator=generator, dtype=torch.float64).mul_(0.1)
+    return torch.randint(0, 2, shape, generator=generator).to(x.dtype)
+
+
 def _home(root: nn.Module, name: str) -> nn.Module:
     for part in name.split(".")[:-1]:
         if part not in root._modules:
