@@ -101,7 +101,7 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """Sum over the axis, in a tensor of its own; 16-bit floats are summed in fp32."""
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     buffer = _carried(wide)
-    if buffer.data_ptr() == x.data_ptr():
+    if wide is x and x.is_contiguous():  # then it is the caller's own memory
         buffer = buffer.clone()
     dist.all_reduce(buffer, group=axis.group)
     return _restored(buffer, wide).to(x.dtype)
@@ -286,7 +286,7 @@ class _Convert(torch.autograd.Function):
 
 
 def spmd_type(x: Any, axis: Axis, src: LocalState, dst: LocalState) -> Any:
-    """The type, in the words of the spmd_types package, of ``x`` moved from ``src`` to ``dst``; it raises its errors."""
+    """The type, in the words of the spmd_types package, of ``x`` moved from ``src`` to ``dst``.  Raises its errors."""
     import spmd_types
     from spmd_types import rules
 

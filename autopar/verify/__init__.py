@@ -83,7 +83,7 @@ def verify(
         left_out["step"] = why
     else:
         whole = module.full_state_dict(persistent_only=False)
-        buffers = {n: b for n, b in module.named_buffers()}
+        buffers = dict(module.named_buffers())
         parameters = {n: v for n, v in whole.items() if n not in buffers}
         holder = wide_model(parameters, buffers, module)
         trial = _trial(holder, origin.bound, module.plan, batch, lambda job: _gathered(job, world))
@@ -106,8 +106,8 @@ def verify_plan(
 ) -> Report:
     """Check a plan of a model on one process: what would run on every kind of rank is emitted and looked at.
 
-    The model may have no values (fake or meta tensors); a step of a small one then runs on invented ones.  Options as of `verify`.
-    Raises PlanError where the plan is for another model, and what capture raises.
+    The model may have no values (fake or meta tensors); a step of a small one then runs on invented ones.  Options as
+    of `verify`.  Raises PlanError where the plan is for another model, and what capture raises.
     """
     bound = api.understand(model, example_inputs, loss_fn)
     api.check_plan(plan, bound, None if cluster is None else api.as_cluster(cluster))

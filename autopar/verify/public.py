@@ -40,12 +40,12 @@ def check(resolved: Resolved, rank: RankGraph) -> tuple[list[Finding], dict[str,
         axes[name] = spmd_types.MeshAxis.of(n, stride)
         stride *= n
     walk = _Walk(resolved, rank)
-    with _ONE_AT_A_TIME, spmd_types.set_current_mesh({a: axes[a] for a in resolved.mesh.axes}):
-        with checker.typecheck(local=False):
-            try:
-                walk.graph()
-            except _Refused as refused:
-                return [refused.finding], dict(walk.untyped)
+    named = {a: axes[a] for a in resolved.mesh.axes}
+    with _ONE_AT_A_TIME, spmd_types.set_current_mesh(named), checker.typecheck(local=False):
+        try:
+            walk.graph()
+        except _Refused as refused:
+            return [refused.finding], dict(walk.untyped)
     return [], dict(walk.untyped)
 
 
@@ -265,7 +265,7 @@ class _Walk:
     def alike(self, given: list[Tensor], ins: Sequence[Layout]) -> list[Tensor]:
         """Inputs without a gradient as R or I, whichever the others are: they pass as either."""
         out = []
-        for x, layout in zip(given, ins, strict=True):
+        for x in given:
             if not x.requires_grad:
                 have = spmd_types.get_local_type(x)
                 spec = spmd_types.get_partition_spec(x)

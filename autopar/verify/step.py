@@ -68,7 +68,7 @@ class Outcome:
 
 
 def run_unsplit(trial: Trial, keep: bool = False) -> Outcome:
-    """The program on one process, two steps: gradients of the first, the outputs of the second as `on_rank` has them."""
+    """The program on one process, two steps: gradients of the first, outputs of the second, as `on_rank` has them."""
     program = trial.bound.program
     weights = dict(trial.model.named_parameters(remove_duplicate=False))
     buffers = {n: b.clone() for n, b in trial.model.named_buffers()}
@@ -290,7 +290,8 @@ def _numbers(x: Tensor) -> str:
 def _difference(got: Tensor, wanted: Tensor) -> str:
     if got.shape != wanted.shape:
         return _numbers(got)
-    return f"off by up to {float((got.double() - wanted.double()).abs().max()):.3g} of {float(wanted.double().abs().max()):.3g}"
+    off, largest = (got.double() - wanted.double()).abs().max(), wanted.double().abs().max()
+    return f"off by up to {float(off):.3g} of {float(largest):.3g}"
 
 
 def _parts_at(trial: Trial) -> str:

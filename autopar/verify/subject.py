@@ -11,9 +11,8 @@ from autopar.layout import Mesh
 from autopar.passes.code import rank_classes
 from autopar.passes.emit import emit
 from autopar.passes.resolve import Resolved
-from autopar.runtime.collectives import Axis
+from autopar.runtime.collectives import Axis, Step
 from autopar.runtime.dtensor import steps
-from autopar.runtime.collectives import Step
 
 
 @dataclass(frozen=True, slots=True)

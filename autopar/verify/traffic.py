@@ -229,7 +229,7 @@ def collective(src: object, dst: object) -> Kind:
 
 
 def kinds_in_graph(resolved: Resolved, rank: RankGraph) -> Counter[tuple[str, str, str]]:
-    """(pass, kind, axis) of every conversion of a graph, whether it types or not; a weight's both ways, others forward."""
+    """(pass, kind, axis) of every conversion of a graph, typed or not; a weight's both ways, of others the forward."""
     out: Counter[tuple[str, str, str]] = Counter()
 
     def add(direction: str, axis: object, src: LocalState, dst: LocalState) -> None:

@@ -1,9 +1,10 @@
 """Types: every value of an emitted graph has a layout, and every node must fit the layouts of what it takes.
 
-The layouts are derived from the graph alone: inputs are whole, weights are where the step holds them, a conversion moves
-a value from one state to another, and an op has the outputs that its rule gives for these inputs.  What emission noted
-on its nodes, and what the plan chose for its ops, is not read.  A graph that types computes the program's function and
-its gradients: a sum that is pending, a cut that differs or a gradient that is not yet whole has another type.
+The layouts are derived from the graph alone: inputs are whole, weights are where the step holds them, a conversion
+moves a value from one state to another, and an op has the outputs that its rule gives for these inputs.  What emission
+noted on its nodes, and what the plan chose for its ops, is not read.  A graph that types computes the program's
+function and its gradients: a sum that is pending, a cut that differs or a gradient that is not yet whole has another
+type.
 """
 
 from __future__ import annotations
@@ -230,7 +231,7 @@ class _Checker:
         return tuple(found)
 
     def use(self, node: fx.Node) -> Typed:
-        """The layout of a weight in a use: what its gradient's way starts from says in which state an op must take it."""
+        """The layout of a weight in a use: where its gradient's way starts says in which state an op must take it."""
         weight, gradients, key, forward, backward = node.args
         name = self.held.get(getattr(weight, "name", ""))
         if name is None:
