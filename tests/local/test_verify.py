@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def test_the_command_fails_where_something_is_found(llama_file: Path, monkeypatc
     sizes = ("--batch", 4, "--seq", 7)
     assert run("plan", model, "-c", "1x2xcpu", "--time-limit", 5, "-o", plan, *sizes).exit_code == 0
     found = Report("plan", (Finding("types", "a sum is pending", "layers.0.mlp"),))
-    monkeypatch.setattr("autopar.verify.verify_plan", lambda *_, **__: found)
+    monkeypatch.setattr(sys.modules["autopar.verify"], "verify_plan", lambda *_, **__: found)
     failed = run("verify", plan, model, *sizes)
     assert failed.exit_code == 1 and "types: a sum is pending" in failed.output and "layers.0.mlp" in failed.output
 
@@ -196,8 +197,8 @@ def test_column_and_row_linears_send_the_closed_form() -> None:
     choices |= {op.name: ("split d1",) for op in bound.operations if "relu" in str(op.node.target)}
     plan = forced(bound, (p,), choices)
     sent = bytes_of(bound, plan)
-    values = 6 * 8 * 8  # elements of the output, and of the input, times bytes
-    assert sent["forward", "all-reduce"] == pytest.approx(2 * (p - 1) / p * values)
+    closed = pytest.approx(2 * (p - 1) / p * 6 * 8 * 8)  # of the elements of the output, and of the input, in bytes
+    assert sent["forward", "all-reduce"] == closed
     resolved = resolved_of(bound, plan)
     backward = [t for t in planned(resolved, (0,), False) if t.direction == "backward"]
     assert sum(t.nbytes for t in backward if t.value not in bound.program.parameters) == pytest.approx(
