@@ -7,6 +7,7 @@ from autopar.profiling import profile
 from autopar.runtime.engine import Engine
 from autopar.runtime.module import ParallelModule
 from autopar.solver.search import Search
+from autopar.verify import Report, verify, verify_plan
 
 __version__ = "0.1.0"
 
@@ -15,10 +16,13 @@ __all__ = [
     "Engine",
     "ParallelModule",
     "Plan",
+    "Report",
     "Search",
     "__version__",
     "parallelize",
     "plan",
     "profile",
     "random_plan",
+    "verify",
+    "verify_plan",
 ]

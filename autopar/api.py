@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -101,7 +102,7 @@ def parallelize(
     if plan is None:
         plan = agreed(lambda: solve(bound, cluster, model_name=type(model).__name__, **options))
     check_plan(plan, bound, cluster)
-    return build(model, bound, plan, seed)
+    return build(model, bound, plan, seed, example_inputs)
 
 
 def random_plan(
@@ -158,19 +159,19 @@ def fingerprints(program: Program, cluster: ClusterSpec) -> Fingerprints:
     return Fingerprints(fingerprint(program), cluster.fingerprint, rules_fingerprint())
 
 
-def check_plan(plan: Plan, bound: Bound, cluster: ClusterSpec) -> None:
-    """Raise PlanError where a plan was made for something else."""
-    have = fingerprints(bound.program, cluster)
+def check_plan(plan: Plan, bound: Bound, cluster: ClusterSpec | None) -> None:
+    """Raise PlanError where a plan was made for something else; without ``cluster`` for another model or rules."""
+    made, where = plan.fingerprints, plan.fingerprints.cluster if cluster is None else cluster.fingerprint
     for what, theirs, ours, hint in (
-        ("model or batch", plan.fingerprints.graph, have.graph, "plan again for this model and this batch size"),
-        ("cluster", plan.fingerprints.cluster, have.cluster, "plan again for this cluster"),
-        ("set of rules", plan.fingerprints.rules, have.rules, "plan again with this version and these rules"),
+        ("model or batch", made.graph, fingerprint(bound.program), "plan again for this model and this batch size"),
+        ("cluster", made.cluster, where, "plan again for this cluster"),
+        ("set of rules", made.rules, rules_fingerprint(), "plan again with this version and these rules"),
     ):
         if theirs != ours:
             raise PlanError(
                 f"the plan is for another {what}", where=f"plan {plan.id}", expected=theirs, got=ours, hint=hint
             )
-    if plan.world_size != cluster.world_size:
+    if cluster is not None and plan.world_size != cluster.world_size:
         raise PlanError(
             "the plan's mesh does not fill the cluster",
             where=f"plan {plan.id}",
@@ -179,7 +180,16 @@ def check_plan(plan: Plan, bound: Bound, cluster: ClusterSpec) -> None:
         )
 
 
-def build(model: nn.Module, bound: Bound, plan: Plan, seed: int = 0) -> ParallelModule:
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a module was compiled from; batch: the example that its program was captured on, if one was given."""
+
+    bound: Bound
+    resolved: Resolved
+    batch: Any
+
+
+def build(model: nn.Module, bound: Bound, plan: Plan, seed: int = 0, batch: Any = None) -> ParallelModule:
     """Emit this rank's graphs and cut this rank's weights."""
     program, mesh = bound.program, plan.device_mesh
     device_mesh, rank = device_mesh_of(plan, mesh)
@@ -222,6 +232,7 @@ def build(model: nn.Module, bound: Bound, plan: Plan, seed: int = 0) -> Parallel
         rank,
         seed,
         model.training,
+        Origin(bound, resolved, batch),
     )
 
 

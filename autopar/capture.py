@@ -126,22 +126,33 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
         config.use_cache = True  # type: ignore[union-attr]
 
 
+def with_loss(
+    model: nn.Module, kwargs: Mapping[str, Any], loss_fn: LossFn | None = None, changes: Changes | None = None
+) -> nn.Module:
+    """A module that is called with (args, kwargs) and returns (loss, outputs).
+
+    Of keyword arguments that the model does not take only ``loss_fn`` is told.
+    """
+    keys = None
+    if loss_fn is not None and kwargs:
+        parameters = inspect.signature(model.forward).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            keys = frozenset(parameters)
+    wrapped = _WithLoss(model, loss_fn, keys, changes or Changes())
+    wrapped.training = model.training
+    return wrapped
+
+
 def export(model: nn.Module, example: Any, loss_fn: LossFn | None = None) -> torch.export.ExportedProgram:
     """Export ``model`` with its loss; the graph returns (loss, outputs).
 
     Raises CaptureError with the cause and the user's line where the model cannot be captured.
     """
     args, kwargs = pytree.tree_map(_Distinct(), split_batch(example))
-    keys = None
-    if loss_fn is not None and kwargs:
-        parameters = inspect.signature(model.forward).parameters
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            keys = frozenset(parameters)
     refuse_hooked_weights(model)
     refuse_shared_memory(model)
     changes = Changes()
-    wrapped = _WithLoss(model, loss_fn, keys, changes)
-    wrapped.training = model.training
+    wrapped = with_loss(model, kwargs, loss_fn, changes)
     try:
         with _EXPORT_LOCK, refusing_lost_backwards(), _without_cache(model):
             exported = torch.export.export(wrapped, (args, kwargs), strict=False)

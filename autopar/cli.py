@@ -1,4 +1,4 @@
-"""The command line: `autopar plan`, `profile`, `explain`, `doctor`.
+"""The command line: `autopar plan`, `profile`, `explain`, `verify`, `doctor`.
 
 A user's mistake is printed as the four parts of its error, and the exit code is 2; --debug shows the traceback too.
 """
@@ -173,6 +173,35 @@ def explain_command(
     """Print what a plan file says: what runs where, what it costs, and why not otherwise."""
     with _errors_printed(debug):
         typer.echo(Plan.load(plan).explain(), nl=False)
+
+
+@app.command("verify")
+def verify_command(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan that `autopar plan` or Plan.save wrote.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL + "; as it was planned.")],
+    precision: Annotated[str, typer.Option(help="As it was planned.")] = "fp32",
+    batch: Annotated[int, typer.Option(help="Global batch of an hf: model.", min=1)] = 8,
+    seq: Annotated[int | None, typer.Option(help="Tokens per row of an hf: model.", min=1)] = None,
+    step: Annotated[bool, typer.Option(help="Run one step on ranks as threads against one process.")] = True,
+    max_world: Annotated[int, typer.Option(help="Run a step of plans of so many ranks at most.", min=1)] = 8,
+    debug: Debug = False,
+) -> None:
+    """Check that what a plan makes of MODEL computes the model, and moves what the plan says; exit with 1 if not.
+
+    One process looks at the program of every kind of rank: every value's layout is derived anew, and the collectives
+    are counted.  Where the plan is small enough one step is run too, in float64.
+    """
+    with _errors_printed(debug):
+        from autopar.verify import verify_plan
+
+        decided = Plan.load(plan)
+        with _stdout_kept_clean():
+            loaded = load_model(model, batch, seq, precision)
+            report = verify_plan(
+                decided, loaded.model, loaded.example_inputs, loss_fn=loaded.loss_fn, step=step, max_world=max_world
+            )
+        typer.echo(str(report))
+        raise typer.Exit(0 if report.ok else 1)
 
 
 @app.command("doctor")

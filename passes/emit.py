@@ -280,7 +280,7 @@ class _Emitter:
         self, node: fx.Node, name: str, layout: Layout, *, place_of: fx.Node | None = None, like: fx.Node | None = None
     ) -> fx.Node:
         value = self.resolved.analysis.values.get(name)
-        node.meta["layout"] = self.text(layout)
+        node.meta["value"], node.meta["layout"] = name, self.text(layout)
         node.meta["shape"] = None if value is None else self.local(value.shape, layout)
         node.meta["where"] = module_path(place_of) if place_of is not None else self.where
         return node
@@ -352,10 +352,8 @@ def emit(resolved: Resolved, at: tuple[int, ...], outputs: bool) -> Emitted:
         else:
             e.made(node.name, whole, new)
             e.note(new, node.name, whole)
-    wanted = _needed(resolved, outputs)
-    for op in resolved.analysis.operations:
-        if op.name in wanted:
-            e.operation(op)
+    for op in emitted_operations(resolved, outputs):
+        e.operation(op)
     e.where = ""
     results: list[Any] = [None if program.loss is None else e.get(program.loss, whole)]
     leaves: list[Any] = []
@@ -369,8 +367,8 @@ def emit(resolved: Resolved, at: tuple[int, ...], outputs: bool) -> Emitted:
     return Emitted(e.graph, tuple(kinds), tuple(e.conversions), uses)
 
 
-def _needed(resolved: Resolved, outputs: bool) -> set[str]:
-    """Operations that loss, buffers and (where wanted) outputs depend on."""
+def emitted_operations(resolved: Resolved, outputs: bool) -> list[Operation]:
+    """Operations that loss, buffers and (where wanted) outputs depend on, in order."""
     program, analysis = resolved.analysis.program, resolved.analysis
     roots = program.roots() if outputs or program.loss is None else [program.loss, *program.mutations.values()]
     live = {analysis.root(r) for r in roots}
@@ -379,7 +377,7 @@ def _needed(resolved: Resolved, outputs: bool) -> set[str]:
         if any(o in live for o in op.outputs):
             needed.add(op.name)
             live.update(analysis.root(v) for v in op.inputs)
-    return needed
+    return [op for op in analysis.operations if op.name in needed]
 
 
 def _drop_unused(graph: fx.Graph, kinds: list[tuple[str, str]]) -> None:

@@ -101,7 +101,7 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """Sum over the axis, in a tensor of its own; 16-bit floats are summed in fp32."""
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     buffer = _carried(wide)
-    if buffer.data_ptr() == x.data_ptr():
+    if wide is x and x.is_contiguous():  # then it is the caller's own memory
         buffer = buffer.clone()
     dist.all_reduce(buffer, group=axis.group)
     return _restored(buffer, wide).to(x.dtype)
@@ -278,6 +278,30 @@ class _Convert(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         axis, src, dst = ctx.step
         return move(grad, axis, dual_state(dst), dual_state(src)), None, None, None
+
+    @staticmethod
+    def spmd_typecheck(*, x: Any, axis: Axis, src: LocalState, dst: LocalState) -> Any:
+        """What the public checker spmd_types, where it is on, takes for the type of the result."""
+        return spmd_type(x, axis, src, dst)
+
+
+def spmd_type(x: Any, axis: Axis, src: LocalState, dst: LocalState) -> Any:
+    """The type, in the words of the spmd_types package, of ``x`` moved from ``src`` to ``dst``.  Raises its errors."""
+    import spmd_types
+    from spmd_types import rules
+
+    cut = isinstance(src, Split), isinstance(dst, Split)
+    ends = {
+        "src": spmd_types.S(src.dim) if isinstance(src, Split) else getattr(spmd_types, src),
+        "dst": spmd_types.S(dst.dim) if isinstance(dst, Split) else getattr(spmd_types, dst),
+    }
+    if cut == (True, True):
+        return rules.all_to_all(x, axis.name, **ends)
+    if src == P:
+        return (rules.reduce_scatter if cut[1] else rules.all_reduce)(x, axis.name, **ends)
+    if cut[0] and dst != P:
+        return rules.all_gather(x, axis.name, **ends)
+    return rules.convert(x, axis.name, **ends)
 
 
 def convert(x: Tensor, axis: Axis, src: LocalState, dst: LocalState) -> Tensor:

@@ -18,7 +18,7 @@ from autopar.layout import I, Layout, Mesh, Shape, default_path
 from autopar.plan import Plan
 from autopar.program import split_batch
 from autopar.runtime.bundles import move_along, move_together
-from autopar.runtime.collectives import Step
+from autopar.runtime.collectives import Axis, Step
 from autopar.runtime.dtensor import local_of, runtime_axes, steps, take_local, wrap, wrap_like
 from autopar.runtime.kernels.dropout import step_key
 from autopar.runtime.parameters import Gradients
@@ -84,8 +84,10 @@ class ParallelModule(nn.Module):
         rank: int,
         seed: int = 0,
         training: bool = True,
+        origin: Any = None,
     ):
         super().__init__()
+        self.origin = origin  # what it was compiled from, for autopar.verify; None in an emitted program
         self._plan, self._mesh, self._device_mesh = plan, mesh, device_mesh
         self._at = mesh.coordinates(rank)
         self._weights = {w.names[0]: w for w in weights}
@@ -139,6 +141,15 @@ class ParallelModule(nn.Module):
         run = self._graph(not self._signature.has_loss).run
         assert isinstance(run, fx.GraphModule)
         return run
+
+    def compiled_as(self) -> tuple[tuple[tuple[str, str], ...], Mapping[str, int]]:
+        """(what each placeholder of `graph_module` takes, how many gradients each weight hands over)."""
+        compiled = self._graph(not self._signature.has_loss)
+        return compiled.inputs, compiled.uses
+
+    def axes(self) -> tuple[Axis, ...]:
+        """This rank's place on every mesh axis, in the mesh's order."""
+        return tuple(self._axes.values())
 
     @property
     def code(self) -> str:
