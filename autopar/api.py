@@ -14,22 +14,23 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autopar import capture as capturing
 from autopar.cluster import ClusterSpec
 from autopar.cost_model.profiler import Profile
-from autopar.errors import AutoparError, PlanError, RuntimeMismatch
+from autopar.errors import AutoparError, CaptureError, PlanError, RuntimeMismatch
 from autopar.layout import Mesh
 from autopar.passes.constants import run_prelude
 from autopar.passes.emit import emit
 from autopar.passes.fold import expand
 from autopar.passes.normalize import normalize
-from autopar.passes.resolve import Resolved, resolve
+from autopar.passes.resolve import Resolved, follow, resolve
 from autopar.plan import Fingerprints, Plan
 from autopar.program import Program, fingerprint
 from autopar.rules.analysis import Bound, bind_program
 from autopar.rules.registry import rules_fingerprint
 from autopar.runtime.dtensor import runtime_axes, steps
-from autopar.runtime.module import Compiled, ParallelModule, Signature, Weight
+from autopar.runtime.module import Compiled, Mode, ParallelModule, Signature, Weight
 from autopar.solver.ilp import solve
 from autopar.solver.sample import random_decisions
 from autopar.solver.search import Search
+from autopar.twin import weightless
 
 
 def plan(
@@ -102,7 +103,8 @@ def parallelize(
     if plan is None:
         plan = agreed(lambda: solve(bound, cluster, model_name=type(model).__name__, **options))
     check_plan(plan, bound, cluster)
-    return build(model, bound, plan, seed, example_inputs)
+    evaluation = in_evaluation(model, example_inputs, loss_fn) if model.training else None
+    return build(model, bound, plan, seed, example_inputs, evaluation)
 
 
 def random_plan(
@@ -189,7 +191,35 @@ class Origin:
     batch: Any
 
 
-def build(model: nn.Module, bound: Bound, plan: Plan, seed: int = 0, batch: Any = None) -> ParallelModule:
+def in_evaluation(
+    model: nn.Module, example_inputs: Any, loss_fn: capturing.LossFn | None = None
+) -> Callable[[], Bound]:
+    """Captures ``model`` in evaluation mode when it is called; keeps what that takes, but none of the weights.
+
+    A model that cannot be copied is refused then, not now.
+    """
+    buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
+    batch = capturing.default_inputs(model) if example_inputs is None else example_inputs
+    try:
+        twin, batch = weightless(model, batch)
+    except CaptureError as error:
+        refusal = error
+
+        def refuse() -> Bound:
+            raise refusal
+
+        return refuse
+    return lambda: bind_program(normalize(capturing.capture(twin.eval(), batch, loss_fn), buffers))
+
+
+def build(
+    model: nn.Module,
+    bound: Bound,
+    plan: Plan,
+    seed: int = 0,
+    batch: Any = None,
+    evaluation: Callable[[], Bound] | None = None,
+) -> ParallelModule:
     """Emit this rank's graphs and cut this rank's weights."""
     program, mesh = bound.program, plan.device_mesh
     device_mesh, rank = device_mesh_of(plan, mesh)
@@ -197,9 +227,17 @@ def build(model: nn.Module, bound: Bound, plan: Plan, seed: int = 0, batch: Any 
     at = mesh.coordinates(rank)
     axes = runtime_axes(mesh, device_mesh, at)
 
-    def compile_graph(outputs: bool) -> Compiled:
-        emitted = emit(resolved, at, outputs)
-        return Compiled(fx.GraphModule(nn.Module(), emitted.graph), emitted.inputs, emitted.uses)
+    def mode_of(bound: Bound, resolved: Resolved, free: bool = False) -> Mode:
+        def compile_graph(outputs: bool) -> Compiled:
+            emitted = emit(resolved, at, outputs, free)
+            return Compiled(fx.GraphModule(nn.Module(), emitted.graph), emitted.inputs, emitted.uses)
+
+        return Mode(signature_of(bound), partial(run_prelude, bound.program), compile_graph)
+
+    def evaluated() -> Mode:
+        assert evaluation is not None
+        found = evaluation()
+        return mode_of(found, follow(resolved, found), free=True)
 
     def print_code() -> str:
         from autopar.passes.code import print_program
@@ -224,14 +262,13 @@ def build(model: nn.Module, bound: Bound, plan: Plan, seed: int = 0, batch: Any 
         weights_of(resolved, at, axes),
         state,
         buffers,
-        partial(run_prelude, program),
-        signature_of(bound),
-        compile_graph,
+        mode_of(bound, resolved),
         print_code,
         device_mesh,
         rank,
         seed,
         model.training,
+        None if evaluation is None else evaluated,
         Origin(bound, resolved, batch),
     )
 
@@ -299,5 +336,6 @@ def signature_of(bound: Bound) -> Signature:
         program.out_spec,
         tuple(program.mutations),
         dict(program.buffers),
+        {node: p.name for node, p in program.parameters.items()},
         program.loss is not None,
     )

@@ -83,6 +83,7 @@ class Emitted:
 class _Emitter:
     resolved: Resolved
     at: tuple[int, ...]
+    free: bool = False  # values and weights may go ways that the plan does not name
     graph: fx.Graph = field(default_factory=fx.Graph)
     axes: list[Any] = field(default_factory=list)  # nodes, which stand for each Axis in steps and parts
     extra: dict[str, fx.Node] = field(default_factory=dict)  # rng, gradients
@@ -108,7 +109,7 @@ class _Emitter:
         """The node that holds value ``name`` in ``layout``; ``free``: any way there, planned or not."""
         if (name, layout) in self.ready:
             return self.ready[name, layout]
-        analysis = self.resolved.analysis
+        analysis, free = self.resolved.analysis, free or self.free
         if name in analysis.views:
             view = analysis.views[name]
             source = analysis.to_root(name, layout)
@@ -325,12 +326,13 @@ def local_sizes(
     }
 
 
-def emit(resolved: Resolved, at: tuple[int, ...], outputs: bool) -> Emitted:
+def emit(resolved: Resolved, at: tuple[int, ...], outputs: bool, free: bool = False) -> Emitted:
     """The graph of the rank at coordinates ``at``.
 
-    outputs: whether the model's own outputs are wanted, whole on every rank, beside the loss.
+    outputs: whether the model's own outputs are wanted, whole on every rank, beside the loss.  free: values may go
+    ways that the plan does not name.
     """
-    e = _Emitter(resolved, at)
+    e = _Emitter(resolved, at, free)
     program = resolved.analysis.program
     whole = (I,) * len(at)
     kinds: list[tuple[str, str]] = []

@@ -10,7 +10,7 @@ from autopar.layout import I, Layout, Mesh, Move, format_layout, is_valid, parse
 from autopar.plan import ParameterDecision, Plan, find_path, parse_move
 from autopar.program import place
 from autopar.rules.analysis import Analysis, Bound, Operation, contract
-from autopar.rules.derive import Strategy, apply, parse_choice
+from autopar.rules.derive import Choice, Strategy, apply, parse_choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,46 @@ def resolve(
             final = _chain(parameter.name, accumulated, kept, final, mesh)
         parameters[node] = Stored(kept, held, accumulated, gather, use, reduce, final)
     return Resolved(analysis, mesh, strategies, resolved, parameters)
+
+
+def follow(resolved: Resolved, bound: Bound) -> Resolved:
+    """The decisions of a training program for the program of evaluation of the same model.
+
+    Ops that both have run alike and weights stay where they are; any other op runs whole.  There are no moves: values
+    go the default way.
+    """
+    mesh = resolved.mesh
+    analysis = contract(bound, mesh.sizes)
+    strategies = {}
+    for op in analysis.operations:
+        known = resolved.strategies.get(op.name)
+        strategies[op.name] = (known and _alike(op, known, analysis)) or _whole(op, mesh)
+    names = {resolved.analysis.program.parameters[n].name: s for n, s in resolved.parameters.items()}
+    whole = (I,) * len(mesh.sizes)
+    unknown = Stored(whole, whole, whole, (), (), (), ())
+    parameters = {n: names.get(p.name, unknown) for n, p in bound.program.parameters.items()}
+    return Resolved(analysis, mesh, strategies, {}, parameters)
+
+
+def _alike(op: Operation, known: Strategy, analysis: Analysis) -> Strategy | None:
+    """The strategy with the choices of ``known``; None where this op does not have them, or an input not so."""
+    try:
+        strategy = apply(op.type, [parse_choice(str(c), op.rule) for c in known.choices], analysis.axis_sizes)
+    except ValueError:
+        return None
+    if strategy is None:
+        return None
+    for name, layout in zip(op.inputs, strategy.ins, strict=True):
+        source = analysis.to_root(name, layout)
+        if source is None or not is_valid(analysis.values[analysis.root(name)].shape, source, analysis.axis_sizes):
+            return None
+    return strategy
+
+
+def _whole(op: Operation, mesh: Mesh) -> Strategy:
+    strategy = apply(op.type, [Choice(I)] * len(mesh.sizes), mesh.sizes)
+    assert strategy is not None  # invariant values are always legal
+    return strategy
 
 
 def _refuse_strangers(plan: Plan, bound: Bound) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -59,7 +59,29 @@ class Signature:
     out_spec: Any
     mutations: tuple[str, ...]  # original buffer names, in the order in which the graph returns them
     buffer_of: Mapping[str, str]  # buffer placeholder -> original name
+    weight_of: Mapping[str, str]  # parameter placeholder -> its main name
     has_loss: bool
+
+
+@dataclass(slots=True)
+class Mode:
+    """The program of training, or of evaluation, and what was made of it.
+
+    make_constants: from the buffers by name.  compile_graph(whether outputs are wanted).  made_from: the buffers that
+    ``constants`` follow from, as they were.
+    """
+
+    signature: Signature
+    make_constants: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+    compile_graph: Callable[[bool], Compiled]
+    compiled: dict[bool, Compiled] = field(default_factory=dict)
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    made_from: list[tuple[int, int]] | None = None
+
+    def graph(self, outputs: bool) -> Compiled:
+        if outputs not in self.compiled:
+            self.compiled[outputs] = self.compile_graph(outputs)
+        return self.compiled[outputs]
 
 
 class ParallelModule(nn.Module):
@@ -76,14 +98,13 @@ class ParallelModule(nn.Module):
         weights: tuple[Weight, ...],
         state: Mapping[str, Tensor],
         buffers: Mapping[str, tuple[Tensor, bool]],
-        constants: Callable[[Mapping[str, Tensor]], dict[str, Tensor]],
-        signature: Signature,
-        compile_graph: Callable[[bool], Compiled],
+        mode: Mode,
         print_code: Callable[[], str],
         device_mesh: DeviceMesh | None,
         rank: int,
         seed: int = 0,
         training: bool = True,
+        evaluation: Callable[[], Mode] | None = None,
         origin: Any = None,
     ):
         super().__init__()
@@ -91,9 +112,8 @@ class ParallelModule(nn.Module):
         self._plan, self._mesh, self._device_mesh = plan, mesh, device_mesh
         self._at = mesh.coordinates(rank)
         self._weights = {w.names[0]: w for w in weights}
-        self._signature, self._compile, self._print_code = signature, compile_graph, print_code
-        self._make_constants, self._constants = constants, dict[str, Tensor]()
-        self._compiled: dict[bool, Compiled] = {}
+        self._print_code = print_code
+        self._modes, self._evaluation = {training: mode}, evaluation
         self._seed, self._step = seed, 0
         self._held: dict[str, tuple[tuple[int, int], Tensor]] = {}
         self._trained = False  # gradients came since weights were moved to where the step holds them
@@ -109,10 +129,7 @@ class ParallelModule(nn.Module):
         for name, (tensor, persistent) in buffers.items():
             _place(self, name).register_buffer(name.rpartition(".")[2], tensor.detach().clone(), persistent)
         self._parameter = {w.names[0]: self.get_parameter(w.names[0]) for w in weights}
-        self._by_node = {w.node: w for w in weights}
-        moving = set(signature.mutations)
-        self._fixed = [(n, _place(self, n)._buffers) for n in buffers if n not in moving]
-        self._refresh_constants()
+        self._buffer_owners = [(n, _place(self, n)._buffers) for n in buffers]
         self.register_load_state_dict_pre_hook(self._shard_loaded)
         self.register_load_state_dict_post_hook(lambda *_: self._loaded())
         self.train(training)
@@ -138,13 +155,13 @@ class ParallelModule(nn.Module):
     @property
     def graph_module(self) -> fx.GraphModule:
         """The emitted training graph of this rank."""
-        run = self._graph(not self._signature.has_loss).run
+        run = self._planned.graph(not self._planned.signature.has_loss).run
         assert isinstance(run, fx.GraphModule)
         return run
 
     def compiled_as(self) -> tuple[tuple[tuple[str, str], ...], Mapping[str, int]]:
         """(what each placeholder of `graph_module` takes, how many gradients each weight hands over)."""
-        compiled = self._graph(not self._signature.has_loss)
+        compiled = self._planned.graph(not self._planned.signature.has_loss)
         return compiled.inputs, compiled.uses
 
     def axes(self) -> tuple[Axis, ...]:
@@ -156,24 +173,42 @@ class ParallelModule(nn.Module):
         """The emitted program as a file that runs alone under torchrun."""
         return self._print_code()
 
-    def _graph(self, outputs: bool) -> Compiled:
-        if outputs not in self._compiled:
-            self._compiled[outputs] = self._compile(outputs)
-        return self._compiled[outputs]
+    @property
+    def _planned(self) -> Mode:
+        """The program that the plan is for."""
+        return next(iter(self._modes.values()))
+
+    @property
+    def _mode(self) -> Mode:
+        """The program of the mode that the module is in.
+
+        One planned in training gets its program of evaluation when that is first needed; without ``evaluation`` (an
+        emitted program) it is the same one, in which nothing is dropped.
+        """
+        if self.training not in self._modes:
+            if self.training:
+                raise RuntimeMismatch(
+                    "the model was in evaluation mode when it was planned",
+                    expected="module.eval()",
+                    got="module.train()",
+                    hint="call model.train() before autopar.parallelize; evaluation is always possible",
+                )
+            self._modes[False] = self._planned if self._evaluation is None else self._evaluation()
+        return self._modes[self.training]
 
     # ------------------------------------------------------------------------------------------ running
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own outputs for one global batch, whole on every rank."""
         _, leaves = self._run(args, kwargs, outputs=True)
-        return pytree.tree_unflatten(leaves, self._signature.out_spec)
+        return pytree.tree_unflatten(leaves, self._mode.signature.out_spec)
 
     def forward_backward(self, batch: Any) -> Tensor:
         """Loss of one global batch, with gradients in ``p.grad``.
 
         A dict is keyword arguments, a tuple positional ones.  Raises RuntimeMismatch where the plan has no loss.
         """
-        if not self._signature.has_loss:
+        if not self._planned.signature.has_loss:
             raise RuntimeMismatch(
                 "this plan is for inference: it has no loss",
                 expected="a model whose outputs have a loss, or loss_fn=",
@@ -188,9 +223,10 @@ class ParallelModule(nn.Module):
         return self._run(*split_batch(batch), outputs=False)[0]
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: bool) -> tuple[Any, list[Any]]:
-        leaves = self._signature.flatten(args, kwargs)
-        self._check(leaves)
-        compiled = self._graph(outputs)
+        mode = self._mode
+        leaves = mode.signature.flatten(args, kwargs)
+        self._check(mode.signature, leaves)
+        compiled = mode.graph(outputs)
         rng = None
         if self.training:
             rng = step_key(self._seed, self._step)
@@ -198,36 +234,37 @@ class ParallelModule(nn.Module):
         if torch.is_grad_enabled():
             self._gradients.uses = dict(compiled.uses)
         self._hold()
-        if self._made_from != self._buffer_versions():
-            self._refresh_constants()
-        values = [self._value(kind, name, leaves, rng) for kind, name in compiled.inputs]
+        self._refresh_constants(mode)
+        values = [self._value(mode, kind, name, leaves, rng) for kind, name in compiled.inputs]
         with self._hooks():
             loss, out, buffers = compiled.run(*values)
         if self.training:
             with torch.no_grad():
-                for name, new in zip(self._signature.mutations, buffers, strict=True):
+                for name, new in zip(mode.signature.mutations, buffers, strict=True):
                     self.get_buffer(name).copy_(new)
         return loss, out
 
-    def _value(self, kind: str, name: str, leaves: list[Any], rng: int | None) -> Any:
+    def _value(self, mode: Mode, kind: str, name: str, leaves: list[Any], rng: int | None) -> Any:
+        signature = mode.signature
         if kind == "parameter":
-            return self._held[self._by_node[name].names[0]][1]
+            return self._held[signature.weight_of[name]][1]
         if kind == "input":
-            return leaves[self._signature.leaf_of[name]]
+            return leaves[signature.leaf_of[name]]
         if kind == "constant":
-            return self._constants[name]
+            return mode.constants[name]
         if kind == "buffer":
-            buffer = self.get_buffer(self._signature.buffer_of[name])
+            buffer = self.get_buffer(signature.buffer_of[name])
             # what autograd keeps of a buffer must not change with it: hooks on saved tensors check no versions
-            moves = self._signature.buffer_of[name] in self._signature.mutations and torch.is_grad_enabled()
+            moves = signature.buffer_of[name] in signature.mutations and torch.is_grad_enabled()
             return buffer.clone() if moves else buffer
         if kind == "axis":
             return self._axes[name]
         return rng if kind == "rng" else self._gradients
 
-    def _check(self, leaves: list[Any]) -> None:
-        for name, (shape, dtype) in self._signature.shapes.items():
-            value = leaves[self._signature.leaf_of[name]]
+    @staticmethod
+    def _check(signature: Signature, leaves: list[Any]) -> None:
+        for name, (shape, dtype) in signature.shapes.items():
+            value = leaves[signature.leaf_of[name]]
             if not isinstance(value, Tensor) or tuple(value.shape) != shape or value.dtype != dtype:
                 got = f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else repr(value)
                 raise RuntimeMismatch(
@@ -245,7 +282,7 @@ class ParallelModule(nn.Module):
                     got="requires_grad",
                     hint="detach it, or make it a parameter of the model",
                 )
-        for leaf, literal in self._signature.literals.items():
+        for leaf, literal in signature.literals.items():
             if leaves[leaf] != literal:
                 raise RuntimeMismatch(
                     "an argument that was captured as a constant has another value",
@@ -286,15 +323,15 @@ class ParallelModule(nn.Module):
                 leaf.register_post_accumulate_grad_hook(partial(self._gradients.take, name))
             self._held[name] = (versions[name], leaf)
 
-    def _refresh_constants(self) -> None:
+    def _refresh_constants(self, mode: Mode) -> None:
         """Position tables, rotary tables and masks follow from the buffers, which a checkpoint may change."""
-        with torch.no_grad():
-            self._constants = self._make_constants(dict(self.named_buffers()))
-        self._made_from = self._buffer_versions()
-
-    def _buffer_versions(self) -> list[tuple[int, int]]:
-        found = [(owner[name.rpartition(".")[2]]) for name, owner in self._fixed]
-        return [(id(b), -1 if b is None else b._version) for b in found]
+        moving = set(mode.signature.mutations)
+        now = [owner[n.rpartition(".")[2]] for n, owner in self._buffer_owners if n not in moving]
+        versions = [(id(b), -1 if b is None else b._version) for b in now]
+        if mode.made_from != versions:
+            with torch.no_grad():
+                mode.constants = mode.make_constants(dict(self.named_buffers()))
+            mode.made_from = versions
 
     @staticmethod
     def _shard_loaded(module: ParallelModule, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -324,8 +361,9 @@ class ParallelModule(nn.Module):
             self._parameter[name] = parameter
             for other in weight.names[1:]:
                 _place(self, other).register_parameter(other.rpartition(".")[2], parameter)
+        for mode in self._modes.values():
+            mode.made_from = None
         self._held.clear()
-        self._refresh_constants()
 
     def train(self, mode: bool = True) -> ParallelModule:
         """As for any module; weights that were gathered are gathered again, should ``p.data`` have been changed."""

@@ -20,7 +20,7 @@ from autopar.plan import parse_move
 from autopar.runtime.collectives import Axis
 from autopar.runtime.dtensor import runtime_axes, steps
 from autopar.runtime.engine import Engine
-from autopar.runtime.module import Compiled, ParallelModule, Signature, Weight
+from autopar.runtime.module import Compiled, Mode, ParallelModule, Signature, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +101,15 @@ def main(
         )
     batch = torch.load(options.batch, map_location=device, weights_only=True)
     held = {name: (state[name], True) for name in buffers.values()}
-    signature = Signature(_flatten, leaves, {}, {}, None, tuple(mutations), buffers, True)
+    named = {row.node: row.names[0] for row in rows}
+    signature = Signature(_flatten, leaves, {}, {}, None, tuple(mutations), buffers, named, True)
     module = ParallelModule(
         None,
         mesh,
         tuple(weight(r, mesh, at, places) for r in rows),
         state,
         held,
-        constants,
-        signature,
-        lambda outputs: Compiled(forward(at), tuple(inputs), uses),
+        Mode(signature, constants, lambda outputs: Compiled(forward(at), tuple(inputs), uses)),
         lambda: "",
         device_mesh,
         rank,

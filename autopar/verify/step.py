@@ -182,7 +182,7 @@ def build(trial: Trial, rank: int) -> ParallelModule:
 def install(module: ParallelModule, graph: RankGraph) -> None:
     """Run ``graph`` in training in place of what was emitted."""
     emitted = module._compile
-    has_loss = module._signature.has_loss
+    has_loss = module._planned.signature.has_loss
     given = Compiled(fx.GraphModule(nn.Module(), graph.graph), graph.inputs, graph.uses)
     module._compile = lambda outputs: given if outputs != has_loss else emitted(outputs)
 
@@ -192,7 +192,7 @@ def install(module: ParallelModule, graph: RankGraph) -> None:
     for name, weight in list(module._weights.items()):
         ways = graph.ways[weight.node]
         changed = dataclasses.replace(weight, gather=bound(ways.gather), final=bound(ways.final))
-        module._weights[name] = module._by_node[weight.node] = changed
+        module._weights[name] = changed
         module._gradients.final[name] = changed.final
 
 
@@ -215,12 +215,13 @@ class _Recorder(fx.Interpreter):
 def record(trial: Trial, rank: int) -> Outcome:
     """Every value of the training graph on this rank, and every gradient, as far as the step gets."""
     module, out = build(trial, rank), Outcome({})
-    compiled = module._graph(not module._signature.has_loss)
+    mode = module._planned
+    compiled = mode.graph(not mode.signature.has_loss)
     recorder = _Recorder(compiled.run, out)  # type: ignore[arg-type]
-    module._compiled[not module._signature.has_loss] = dataclasses.replace(compiled, run=recorder.run)
+    mode.compiled[not mode.signature.has_loss] = dataclasses.replace(compiled, run=recorder.run)
     args, kwargs = split_batch(trial.batch)
     try:
-        if module._signature.has_loss:
+        if mode.signature.has_loss:
             module.forward_backward(trial.batch)
         else:
             module(*args, **kwargs)

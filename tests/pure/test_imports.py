@@ -21,6 +21,7 @@ ALLOWED = {
     "testing": {"errors"},
     "hidden": {"errors", "program"},
     "dropouts": set(),
+    "twin": {"errors"},
     "capture": {"errors", "program", "hidden", "dropouts"},
     "rules": BASE | KERNELS,
     "cost_model": BASE | {"rules"},
