@@ -6,6 +6,7 @@ Each rewrite draws ``before --> after``.
 from __future__ import annotations
 
 import math
+import operator
 
 import torch
 from torch import fx
@@ -20,7 +21,7 @@ from autopar.passes.losses import losses_to_sums
 from autopar.passes.norms import norms
 from autopar.passes.randoms import name_random_ops
 from autopar.passes.rewrite import argument, calls, cast_like, new_node, placeholder, renamed, replace, sum_over
-from autopar.program import Program, args_of, is_tensor, place, shape_of
+from autopar.program import Program, args_of, dtype_of, is_tensor, place, shape_of
 
 aten = torch.ops.aten
 
