@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.passes.rewrite import fake_mode_of, renamed
-from autopar.program import Program, args_of, gives_tensors, is_random, is_tensor, target_name
+from autopar.passes.rewrite import fake_mode_of, splice, tensors_of
+from autopar.program import Program, gives_tensors, is_random, target_name
 from autopar.rules.registry import COMPOSED, bindable
 
 aten = torch.ops.aten
@@ -49,7 +48,7 @@ def decompose(program: Program) -> None:
         if node.op == "call_function" and is_composed(node.target) and not bindable(node) and gives_tensors(node):
             body = _body(node)
             if body is not None:
-                _splice(program, node, body)
+                splice(program, node, body, **{COMPOSED: target_name(node)})
 
 
 def is_composed(target: Any) -> bool:
@@ -72,27 +71,23 @@ class _Watch(TorchDispatchMode):
 
 
 def _body(node: fx.Node) -> fx.Graph | None:
-    """The calls that ``node`` is made of; its placeholders are the tensors among the arguments, in order."""
-    leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
-    places = [i for i, leaf in enumerate(leaves) if is_tensor(leaf)]
-    if any(isinstance(leaf, fx.Node) for i, leaf in enumerate(leaves) if i not in places):
+    """The calls that ``node`` is made of; None where they do not say all."""
+    inputs, watch = tensors_of(node), _Watch()
+    if len(inputs) < len(node.all_input_nodes):
         return None
-    watch = _Watch()
     target: Any = node.target
 
-    def call(*tensors: Tensor) -> Any:
-        given = list(leaves)
-        for i, tensor in zip(places, tensors, strict=True):
-            given[i] = tensor
-        args, kwargs = pytree.tree_unflatten(given, spec)
+    def call(*values: Tensor) -> Any:
+        known = dict(zip(inputs, values, strict=True))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: known[n])
         with torch.enable_grad(), watch:
             return target.decompose(*args, **kwargs)
 
     mode = fake_mode_of(node.graph)
     before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
     try:
-        with mode:  # values of their own: one that stands twice is two placeholders
-            values = [torch.empty_like(leaves[i].meta["val"]) for i in places]
+        with mode:  # values without flags: a pending conjugate would change what is recorded
+            values = [torch.empty_like(n.meta["val"]) for n in inputs]
         body: fx.Graph = make_fx(call)(*values).graph
     except (RuntimeError, NotImplementedError):
         return None
@@ -100,26 +95,3 @@ def _body(node: fx.Node) -> fx.Graph | None:
         mode.allow_non_fake_inputs = before
     strange = watch.hidden or any(n.op == "get_attr" or n.target is node.target or is_random(n) for n in body.nodes)
     return None if strange else body
-
-
-def _splice(program: Program, node: fx.Node, body: fx.Graph) -> None:
-    """Put the calls of ``body`` in the place of ``node``."""
-    graph = program.graph
-    tensors = [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if is_tensor(leaf)]
-    env: dict[fx.Node, Any] = dict(zip(body.find_nodes(op="placeholder"), tensors, strict=True))
-    with graph.inserting_before(node):
-        for inner in body.nodes:
-            if inner.op == "call_function":
-                env[inner] = graph.node_copy(inner, lambda n: env[n])
-                kept = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
-                env[inner].meta = {**kept, "val": inner.meta["val"], COMPOSED: target_name(node)}
-    results: Any = fx.node.map_arg(body.output_node().args[0], lambda n: env[n])
-    if isinstance(node.meta["val"], Tensor):
-        renamed(program, node, results)
-    else:
-        for item in list(node.users):
-            renamed(program, item, results[args_of(item)[1]])
-        graph.erase_node(node)
-    for inner in reversed(list(env.values())):
-        if not inner.users and inner.op == "call_function" and inner.name not in program.roots():
-            graph.erase_node(inner)

@@ -16,43 +16,22 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar.passes.rewrite import argument, calls, renamed
-from autopar.program import Program, args_of, is_tensor, shape_of
+from autopar.passes.rewrite import argument, calls, splice, tensors_of
+from autopar.program import Program, args_of, shape_of
 
 aten = torch.ops.aten
 
 
 def inline(program: Program, node: fx.Node, function: Callable[..., Any]) -> None:
     """Replace the call ``node`` by the ops of ``function``, which takes its arguments and gives what it gives."""
-    graph = node.graph
-    inputs = list(dict.fromkeys(n for n in node.all_input_nodes if is_tensor(n)))
+    inputs = tensors_of(node)
 
     def traced(*values: Tensor) -> Any:
         known = dict(zip(inputs, values, strict=True))
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: known[n])
         return function(*args, **kwargs)
 
-    body = make_fx(traced, pre_dispatch=True)(*(n.meta["val"] for n in inputs)).graph
-    given = iter(inputs)
-    known: dict[fx.Node, fx.Node] = {}
-    with graph.inserting_before(node):
-        for inner in body.nodes:
-            if inner.op == "placeholder":
-                known[inner] = next(given)
-            elif inner.op == "call_function":
-                new = known[inner] = graph.node_copy(inner, lambda n: known[n])
-                kept = {k: node.meta[k] for k in ("nn_module_stack", "stack_trace") if k in node.meta}
-                new.meta = {"val": inner.meta["val"], **kept}
-    results = body.output_node().args[0]
-    if isinstance(node.meta["val"], Tensor):
-        assert isinstance(results, fx.Node)
-        renamed(program, node, known[results])
-        return
-    assert isinstance(results, (list, tuple))
-    for item in list(node.users):
-        result: Any = results[item.args[1]]  # type: ignore[index]
-        renamed(program, item, known[result])
-    graph.erase_node(node)
+    splice(program, node, make_fx(traced, pre_dispatch=True)(*(n.meta["val"] for n in inputs)).graph)
 
 
 def expand_ops(program: Program) -> None:

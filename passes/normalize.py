@@ -6,6 +6,7 @@ Each rewrite draws ``before --> after``.
 from __future__ import annotations
 
 import math
+import operator
 
 import torch
 from torch import fx
@@ -20,7 +21,7 @@ from autopar.passes.losses import losses_to_sums
 from autopar.passes.norms import norms
 from autopar.passes.randoms import name_random_ops
 from autopar.passes.rewrite import argument, calls, cast_like, new_node, placeholder, renamed, replace, sum_over
-from autopar.program import Program, args_of, is_tensor, place, shape_of
+from autopar.program import Program, args_of, dtype_of, is_tensor, place, shape_of
 
 aten = torch.ops.aten
 
@@ -41,6 +42,8 @@ def normalize(program: Program, buffers: dict[str, torch.Tensor]) -> Program:
     fills(program)
     drop_identities(program)
     splits_with_sizes(program)
+    slices_to_splits(program)
+    drop_empty_parts(program)
     fold_constants(program)
     values = evaluate_constants(program, buffers)
     index_to_view(program, values)
@@ -116,6 +119,45 @@ def splits_with_sizes(program: Program) -> None:
         with program.graph.inserting_before(node):
             new = new_node(program.graph, aten.split_with_sizes.default, (x, sizes, dim), like=node)
         replace(node, new)
+
+
+def drop_empty_parts(program: Program) -> None:
+    """``cat([x, x[:, 8:]], 1)`` of 8 columns --> ``x``: what is empty adds nothing."""
+    for node in calls(program.graph, aten.cat.default):
+        parts = [x for x in args_of(node)[0] if math.prod(shape_of(x))]
+        if len(parts) == 1 and dtype_of(parts[0]) == dtype_of(node):
+            renamed(program, node, parts[0])
+        elif parts:
+            node.args = (parts, *node.args[1:])
+
+
+def slices_to_splits(program: Program) -> None:
+    """``x[:, :4], x[:, 4:6], x[:, 6:]`` --> ``split_with_sizes(x, [4, 2, 2], 1)``: pieces that are all of x.
+
+    What is known of all pieces together, their common unit, is not known of one.
+    """
+    graph = program.graph
+    families: dict[tuple[fx.Node, int], dict[tuple[int, int], list[fx.Node]]] = {}
+    for node in calls(graph, aten.slice.Tensor):
+        x = args_of(node)[0]
+        dim = argument(node, "dim") % len(shape_of(x))
+        start, stop, step = slice(*(argument(node, n) for n in ("start", "end", "step"))).indices(shape_of(x)[dim])
+        if step == 1 and start < stop:
+            families.setdefault((x, dim), {}).setdefault((start, stop), []).append(node)
+    order = {n: k for k, n in enumerate(graph.nodes)}
+    for (x, dim), family in families.items():
+        pieces = sorted(family)
+        ends = [0, *(stop for _, stop in pieces)]
+        if len(pieces) < 2 or [start for start, _ in pieces] != ends[:-1] or ends[-1] != shape_of(x)[dim]:
+            continue
+        first = min((n for nodes in family.values() for n in nodes), key=order.__getitem__)
+        with graph.inserting_before(first):
+            widths = [stop - start for start, stop in pieces]
+            split = new_node(graph, aten.split_with_sizes.default, (x, widths, dim), like=first)
+            items = [new_node(graph, operator.getitem, (split, k), like=first) for k in range(len(pieces))]
+        for piece, item in zip(pieces, items, strict=True):
+            for node in family[piece]:
+                renamed(program, node, item)
 
 
 def drop_identities(program: Program) -> None:

@@ -10,7 +10,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
 
-from autopar.program import OutputName, Program, dtype_of
+from autopar.program import OutputName, Program, args_of, dtype_of, is_tensor
 
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
@@ -60,6 +60,39 @@ def renamed(program: Program, old: fx.Node, new: fx.Node) -> None:
         if name == old.name:
             program.mutations[buffer] = new.name
     replace(old, new)
+
+
+def tensors_of(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a call takes, each once."""
+    return list(dict.fromkeys(n for n in node.all_input_nodes if is_tensor(n)))
+
+
+def splice(program: Program, node: fx.Node, body: fx.Graph, **notes: Any) -> None:
+    """Replace the call ``node`` by the calls of ``body``, whose placeholders are `tensors_of` it.
+
+    notes: what is noted of the new nodes, beside their values and the place that they come from.
+    """
+    graph = node.graph
+    known: dict[fx.Node, fx.Node] = dict(zip(body.find_nodes(op="placeholder"), tensors_of(node), strict=True))
+    kept = {k: node.meta[k] for k in ("nn_module_stack", "stack_trace") if k in node.meta}
+    new = []
+    with graph.inserting_before(node):
+        for inner in body.nodes:
+            if inner.op == "call_function":
+                made = known[inner] = graph.node_copy(inner, lambda n: known[n])
+                made.meta = {"val": inner.meta["val"], **kept, **notes}
+                new.append(made)
+    results: Any = map_arg(body.output_node().args[0], lambda n: known[n])
+    if isinstance(node.meta["val"], torch.Tensor):
+        renamed(program, node, results)
+    else:
+        for item in list(node.users):
+            renamed(program, item, results[args_of(item)[1]])
+        graph.erase_node(node)
+    roots = program.roots()
+    for made in reversed(new):
+        if not made.users and made.name not in roots:
+            graph.erase_node(made)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

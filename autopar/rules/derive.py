@@ -201,17 +201,26 @@ def splittable(rule: Rule) -> list[tuple[str, str]]:
 
 
 def axis_choices(
-    op: OpType, points: Mapping[str, Iterable[Cut]], n: int, *, uneven: bool = True, empty: bool = False
+    op: OpType,
+    points: Mapping[str, Iterable[Cut]],
+    n: int,
+    *,
+    uneven: bool = True,
+    empty: bool = False,
+    quiet: bool = True,
 ) -> list[Choice]:
     """Every choice of one axis of ``n`` ranks.
 
     points: candidate cuts of each factor.  uneven: also cuts that do not divide.  empty: also cuts that leave a rank
-    without a row.
+    without a row.  quiet: also factors whose cuts are no candidates everywhere.
     """
     out = [Choice(I)]
     if any(op.differentiable_ins):
         out.append(Choice(R))
+    unlikely = set() if quiet else {f for _, f in op.rule.quiet}
     for kind, factor in splittable(op.rule):
+        if factor in unlikely:
+            continue
         size = op.rule.sizes[factor]
         seen: dict[Cut, None] = {}
         for cut in points.get(factor, (Cut(1, size, 1),)):
@@ -247,11 +256,15 @@ def strategies(
     uneven: bool = True,
     keep: Callable[[Choice, int], bool] = lambda choice, axis: True,
 ) -> list[Strategy]:
-    """Every strategy, once per distinct (ins, outs); of several axes on one factor the slow axis cuts outside.
+    """Every strategy worth trying, once per distinct (ins, outs); of several axes on one factor the slow axis cuts
+    outside.
 
     keep: a filter of choices by axis (a restricted search).
     """
-    per_axis = [[c for c in axis_choices(op, points, n, uneven=uneven) if keep(c, a)] for a, n in enumerate(axis_sizes)]
+    per_axis = [
+        [c for c in axis_choices(op, points, n, uneven=uneven, quiet=False) if keep(c, a)]
+        for a, n in enumerate(axis_sizes)
+    ]
     found: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], Strategy] = {}
     for combination in itertools.product(*per_axis):
         choices: list[Choice] = []
@@ -337,9 +350,9 @@ def cut_points(
         rule, ins, outs = ops[k]
         tensors = [*zip(rule.ins, ins, strict=True), *zip(rule.outs, outs, strict=True)]
         found = factor_points(rule, [(dims, points[v]) for dims, v in tensors])
-        for dims, v in tensors:
+        for t, (dims, v) in enumerate(tensors):
             for d, names in enumerate(dims):
-                for factor in names:
+                for factor in (f for f in names if (t, f) not in rule.quiet):
                     for cut in found[factor]:
                         image = dimension_cut(dims, factor, cut, rule.sizes)
                         if image is not None:

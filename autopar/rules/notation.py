@@ -45,9 +45,9 @@ class Rule:
     form: the sum of products in which the op is linear, as positions of inputs.  sums: factors whose parts add up.
     whole: factors that may not be split.  size_args: arguments of the op that are sizes, each in factors.
     part_args: keyword arguments that receive which part of a factor this rank holds.
-    saves: what autograd keeps for backward, ("in", i) or ("out", j). images: a factor of the output that an algorithm
-    cuts where it cuts the factor of the input (positions before and after a window). flops: terms (coefficient,
-    factors).
+    saves: what autograd keeps for backward, ("in", i) or ("out", j).  flops: terms (coefficient, factors).
+    images: a factor of the output that an algorithm cuts where it cuts the factor of the input (positions before and
+    after a window).  quiet: (tensor, factor) where a cut of the factor is no candidate; the search leaves it out.
     """
 
     ins: tuple[Dims, ...]
@@ -62,6 +62,7 @@ class Rule:
     flops: tuple[tuple[float, tuple[str, ...]], ...] = ()
     algorithms: tuple[Algorithm, ...] = ()
     images: Mapping[str, str] = field(default_factory=dict)
+    quiet: frozenset[tuple[int, str]] = frozenset()
     view: bool = False  # only relabels dimensions: may be contracted
     reshapes: bool = False  # runs as a reshape to the local shape of its output
     filled: bool = False  # a split may leave no rank without rows: torch's kernel does not take them

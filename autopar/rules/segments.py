@@ -56,8 +56,31 @@ class Pieces:
     def rule(
         self, ins: Sequence[Dims], outs: Sequence[Dims], form: Any, size_args: Any = None, filled: bool = False
     ) -> Rule:
-        whole = frozenset(self.whole)
-        return Rule(tuple(ins), tuple(outs), self.sizes, form, whole=whole, size_args=size_args or {}, filled=filled)
+        return Rule(
+            tuple(ins),
+            tuple(outs),
+            self.sizes,
+            form,
+            whole=frozenset(self.whole),
+            size_args=size_args or {},
+            quiet=self._quiet([*ins, *outs]),
+            filled=filled,
+        )
+
+    def _quiet(self, tensors: Sequence[Dims]) -> frozenset[tuple[int, str]]:
+        """Cuts of a unit are worth trying on pieces of one unit, and so on the tensor that holds all; elsewhere they
+        would only make the search longer: queries of several units are better cut by heads."""
+        found = set()
+        for unit in (f for f in self.sizes if f.startswith("n")):
+            counts = {
+                t: math.prod(self.sizes[f] for f in names if f != unit)
+                for t, dims in enumerate(tensors)
+                for names in dims
+                if unit in names
+            }
+            most = max(counts.values(), default=1)
+            found |= {(t, unit) for t, n in counts.items() if n > 1 and (n < most or 1 not in counts.values())}
+        return frozenset(found)
 
 
 @computed("aten.cat.default")

@@ -152,6 +152,54 @@ REWRITES: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], dict[str, Tens
         {"x": X},
         ["sum_1 = sum.dim_IntList(x, [2])", "mul_1 = mul.Tensor(sum_1, c_select)", "mul_2 = mul.Tensor(mul_1, w)"],
     ),
+    "slices that are all of a tensor are a split": (
+        lambda x, w, table: torch.cat([-x[..., 3:], x[..., :3], x[..., 5:]], -1) * w,
+        (),
+        {"x": X},
+        [
+            "split_with_sizes_default = split_with_sizes(x, [3, 2], 2)",
+            "getitem = operator.getitem(split_with_sizes_default, 0)",
+            "getitem_1 = operator.getitem(split_with_sizes_default, 1)",
+            "neg = neg(getitem_1)",
+            "cat = cat([neg, getitem], -1)",
+            "mul = mul.Tensor(cat, w)",
+        ],
+    ),
+    "an op that torch makes of others is taken apart": (
+        lambda x, w, table: (x * w).diff(dim=1),
+        (),
+        {"x": X},
+        [
+            "mul = mul.Tensor(x, w)",
+            "slice_1 = slice.Tensor(mul, 1, 0, 3)",
+            "slice_2 = slice.Tensor(mul, 1, 1, 4)",
+            "sub = sub.Tensor(slice_2, slice_1)",
+        ],
+    ),
+    "what is like a tensor is a constant": (
+        lambda x, w, table: torch.full_like(x, 2.0) * w,
+        (),
+        {"x": X},
+        ["expand_default_1 = expand(c_expand_default, [2, 4, 5])", "mul = mul.Tensor(expand_default_1, w)"],
+    ),
+    "a write by a mask is a choice": (
+        lambda x, w, table: torch.index_put(x * w, (x > 0.5,), w),
+        (),
+        {"x": X},
+        ["mul = mul.Tensor(x, w)", "gt = gt.Scalar(x, 0.5)", "where_self = where.self(gt, w, mul)"],
+    ),
+    "bags of one size are rows": (
+        lambda i, w, table: F.embedding_bag(i, w, mode="mean"),
+        (6, 3),
+        {"i": torch.tensor([[1, 2], [3, 5]])},
+        [
+            "reshape = reshape(i, [-1])",
+            "view_default = view(reshape, [2, 2])",
+            "embedding_default = embedding(w, view_default)",
+            "sum_dim_int_list = sum.dim_IntList(embedding_default, [1])",
+            "div_tensor = div.Tensor(sum_dim_int_list, 2)",
+        ],
+    ),
 }
 
 
