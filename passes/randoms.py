@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, RuleError
 from autopar.passes.rewrite import argument, calls, new_node, renamed
 from autopar.program import Program, args_of, is_random, place, shape_of, target_name
 from autopar.rules.registry import has_rule
@@ -62,11 +62,10 @@ def name_random_ops(program: Program) -> None:
             renamed(program, node, new)
     for node in program.graph.nodes:
         if node.op == "call_function" and is_random(node) and not has_rule(target_name(node)):
-            raise CaptureError(
-                "a random op has no rule",
+            raise RuleError(
+                f"no rule for {target_name(node)}, which draws random numbers",
                 where=place(node),
                 expected="dropout, rand, randn, bernoulli, randint, or what is made of them",
-                got=target_name(node),
                 hint="draw the numbers outside the model and pass them as an input",
             )
 

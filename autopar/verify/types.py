@@ -460,6 +460,7 @@ class _Checker:
             self.same_parts(name, [self.part(op, strategy, d) for d in dims], list(given.get(name) or ()))
         if algorithm is not None:
             splits = [f for f in algorithm.splits if f in op.rule.sizes]
+            splits += [op.rule.images[f] for f in splits if f in op.rule.images]
             parts = given.get("parts") or {}
             self.same_parts("parts", [self.part(op, strategy, (f,)) for f in splits], [parts.get(f) for f in splits])
 
@@ -483,6 +484,8 @@ class _Checker:
             whole *= sizes.get(f, 1)
         for axis, choice in enumerate(strategy.choices):
             image = dimension_cut((tuple(names),), choice.factor, choice.cut, sizes) if choice.factor else None
+            if image is None and choice.image is not None:
+                image = dimension_cut((tuple(names),), *choice.image, sizes)
             if image is not None:
                 cuts.append(AxisCut(self.mesh.axes[axis], *image[1:]))  # type: ignore[arg-type]
         return Part(whole, tuple(sorted(cuts, key=lambda c: c.m)))
