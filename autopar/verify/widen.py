@@ -37,12 +37,12 @@ def wide_program(program: Program) -> Program:
     parameters = {
         node: dataclasses.replace(p, dtype=_WIDE.get(p.dtype, p.dtype)) for node, p in program.parameters.items()
     }
-    constants = {n: wide_tensor(c) if isinstance(c, Tensor) else c for n, c in program.constants.items()}
+    lifted = {n: wide_tensor(c) for n, c in program.lifted.items()}
     with mode:
         graph = _wide_graph(program.graph)
         prelude = None if program.prelude is None else _wide_graph(program.prelude)
     return dataclasses.replace(
-        program, graph=graph, prelude=prelude, parameters=parameters, constants=constants, outputs=list(program.outputs)
+        program, graph=graph, prelude=prelude, parameters=parameters, lifted=lifted, outputs=list(program.outputs)
     )
 
 
