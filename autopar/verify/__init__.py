@@ -121,7 +121,8 @@ def verify_plan(
         findings += more
         left_out |= {"spmd_types": why} if why else {}
     why = _no_step(step, example_inputs, plan.world_size, max_world)
-    parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
+    parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers())
     real = all(_is_real(t) for t in [*parameters.values(), *buffers.values()])
     if not why and not real:
         size = sum(p.numel() for p in model.parameters())

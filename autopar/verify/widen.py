@@ -53,7 +53,7 @@ def _wide_graph(old: fx.Graph) -> fx.Graph:
         new = copied[node] = graph.node_copy(node, lambda n: copied[n])
         if new.name != node.name:
             new._rename(node.name)
-        new.args, new.kwargs = fx.node.map_aggregate((new.args, new.kwargs), _wide_literal)  # type: ignore[assignment]
+        new.args, new.kwargs = fx.node.map_aggregate((new.args, new.kwargs), _wide_literal)
         new.meta = {**node.meta, "val": _wide_value(node.meta["val"])} if "val" in node.meta else dict(node.meta)
     return graph
 
