@@ -145,7 +145,7 @@ def verify_plan(
         findings += more
         counts |= sent
         if real:
-            more, why = check_eager(model, batch, loss_fn, bound, expected)
+            more, why = check_eager(model, holder, batch, loss_fn, bound, expected)
             findings += more
             left_out |= {"the model itself": why} if why else {}
     return Report(f"plan {plan.id} on {plan.device_mesh}", tuple(findings), counts, untyped, left_out)
