@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +32,8 @@ from autopar.solver.ilp import solve
 from autopar.solver.sample import random_decisions
 from autopar.solver.search import Search
 from autopar.twin import weightless
+
+_TRACING = threading.Lock()  # torch traces one graph at a time, and ranks may be threads
 
 
 def plan(
@@ -133,8 +136,9 @@ def as_cluster(cluster: ClusterSpec | str) -> ClusterSpec:
 
 def understand(model: nn.Module, example_inputs: Any = None, loss_fn: capturing.LossFn | None = None) -> Bound:
     """Capture, normalise, and bind a rule to every op."""
-    program = capturing.capture(model, example_inputs, loss_fn)
-    return bind_program(normalize(program, dict(model.named_buffers())))
+    with _TRACING:
+        program = capturing.capture(model, example_inputs, loss_fn)
+        return bind_program(normalize(program, dict(model.named_buffers())))
 
 
 def agreed(make: Callable[[], Plan]) -> Plan:

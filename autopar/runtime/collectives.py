@@ -291,7 +291,7 @@ def spmd_type(x: Any, axis: Axis, src: LocalState, dst: LocalState) -> Any:
     from spmd_types import rules
 
     cut = isinstance(src, Split), isinstance(dst, Split)
-    ends = {
+    ends: dict[str, Any] = {
         "src": spmd_types.S(src.dim) if isinstance(src, Split) else getattr(spmd_types, src),
         "dst": spmd_types.S(dst.dim) if isinstance(dst, Split) else getattr(spmd_types, dst),
     }

@@ -121,7 +121,8 @@ def verify_plan(
         findings += more
         left_out |= {"spmd_types": why} if why else {}
     why = _no_step(step, example_inputs, plan.world_size, max_world)
-    parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
+    parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers())
     real = all(_is_real(t) for t in [*parameters.values(), *buffers.values()])
     if not why and not real:
         size = sum(p.numel() for p in model.parameters())
@@ -144,7 +145,7 @@ def verify_plan(
         findings += more
         counts |= sent
         if real:
-            more, why = check_eager(model, batch, loss_fn, bound, expected)
+            more, why = check_eager(model, holder, batch, loss_fn, bound, expected)
             findings += more
             left_out |= {"the model itself": why} if why else {}
     return Report(f"plan {plan.id} on {plan.device_mesh}", tuple(findings), counts, untyped, left_out)

@@ -22,9 +22,17 @@ _NARROW_CASTS = 1e-5  # of a float64 model that casts some values to fewer bits
 
 
 def check_eager(
-    model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | None, bound: Bound, expected: Outcome
+    model: nn.Module,
+    weights: nn.Module,
+    batch: Any,
+    loss_fn: Callable[[Any, Any], Tensor] | None,
+    bound: Bound,
+    expected: Outcome,
 ) -> tuple[list[Finding], str]:
-    """(where loss or gradients differ from the captured program's in float64, why this was not looked at)."""
+    """(where loss or gradients differ from the captured program's in float64, why this was not looked at).
+
+    weights: the values for which ``expected`` is what the program gives.
+    """
     program = bound.program
     if program.loss is None:
         return [], "the plan is for inference"
@@ -32,19 +40,23 @@ def check_eager(
         return [], "the model draws random numbers, which a plan draws from a hash of its own"
     model, (args, kwargs) = copy.deepcopy(model), split_batch(copy.deepcopy(batch))
     types = {v.dtype for v in bound.values.values() if v.dtype in _TOLERANCE}
-    weights = {p.dtype for p in program.parameters.values() if p.dtype in _TOLERANCE}
-    tolerance = max((_TOLERANCE[t] for t in weights), default=1e-3)
+    kinds = {p.dtype for p in program.parameters.values() if p.dtype in _TOLERANCE}
+    tolerance = max((_TOLERANCE[t] for t in kinds), default=1e-3)
     if types - {torch.float64}:
         tolerance = max(tolerance, _NARROW_CASTS)
+    values = dict(weights.named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            parameter.copy_(values[name])
     loss, _ = with_loss(model, kwargs, loss_fn)(args, kwargs)
     loss.backward()
     found = {"the loss": loss.detach()}
     trained = dict(model.named_parameters(remove_duplicate=False))
-    for node, parameter in program.parameters.items():
+    for node, weight in program.parameters.items():
         if bound.values[node].differentiable:
-            grad = trained[parameter.name].grad
-            key = f"the gradient of {parameter.name}"
-            found[key] = torch.zeros_like(trained[parameter.name]) if grad is None else grad
+            grad = trained[weight.name].grad
+            key = f"the gradient of {weight.name}"
+            found[key] = torch.zeros_like(trained[weight.name]) if grad is None else grad
     for name, got in found.items():
         if not same(got.double(), expected.results[name], tolerance):
             off = float((got.double() - expected.results[name]).abs().max())

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.program import call_arguments, is_tensor
+from autopar.program import args_of, call_arguments, is_tensor
 from autopar.rules.analysis import Bound, Operation
 from autopar.rules.notation import Algorithm
 
@@ -73,13 +73,15 @@ def number_values(bound: Bound) -> Numbering:
             number_of(("placeholder", name), name)
     for op in bound.operations:
         args, kwargs = op.node.args, op.node.kwargs
-        exact = (RESHAPE, number(op.node.args[0]), op.type.out_shapes) if op.rule.reshapes else None  # type: ignore[arg-type]
-        exact = exact or _key(op.node.target, args, kwargs, frozenset(), number)
+        views = op.rule.reshapes  # whatever the program calls it, a rank runs it as a reshape
+        source = number(args_of(op.node)[0]) if views else None
+        exact: Key = (RESHAPE, source, op.type.out_shapes)
+        if not views:
+            exact = _key(op.node.target, args, kwargs, frozenset(), number)
         outputs = tuple(number_of((*exact, k), name) for k, name in enumerate(op.outputs))
         ways: list[tuple[Any, Algorithm | None]] = [(op.node.target, None), *((a.run, a) for a in op.rule.algorithms)]
         for target, algorithm in ways:
-            loose = (RESHAPE, number(op.node.args[0])) if op.rule.reshapes else None  # type: ignore[arg-type]
-            loose = loose or _key(target, args, kwargs, out.free[target], number)
+            loose: Key = (RESHAPE, source) if views else _key(target, args, kwargs, out.free[target], number)
             alike = out.calls.setdefault(loose, [])
             if all(c.outputs != outputs for c in alike):
                 alike.append(Candidate(op, algorithm, outputs))

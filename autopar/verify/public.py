@@ -7,6 +7,7 @@ plan's layouts at its borders, inside ``local_map``, and listed.
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from torch import Tensor, fx
 
 from autopar.layout import I, Layout, R, S, Shape, Split, chunk_bounds, dual, local_shape, parse_layout
 from autopar.passes.resolve import Resolved
-from autopar.program import place, target_name
+from autopar.program import args_of, place, target_name
 from autopar.rules.analysis import Operation, Value
 from autopar.rules.factors import relabel
 from autopar.runtime.collectives import Axis, LocalState, Step, convert, spmd_type
@@ -116,7 +117,8 @@ class _Walk:
 
     def typed(self, x: Tensor, layout: Layout) -> Tensor:
         local, spec = self.types(layout, x.dim())
-        return spmd_types.assert_type(x, local, partition_spec=spec)
+        spmd_types.assert_type(x, local, partition_spec=spec)
+        return x
 
     def types(self, layout: Layout, dims: int) -> tuple[dict[Any, Any], Any]:
         """A layout in the checker's words: which dimension is cut, not where its cuts lie, which it cannot say."""
@@ -142,8 +144,8 @@ class _Walk:
 
     def call(self, node: fx.Node) -> Any:
         if node.target is convert:
-            x, axis, src, dst = node.args
-            return self.moved(self.operand(x), Step(axis, src, dst))  # type: ignore[arg-type]
+            x, axis, src, dst = args_of(node)
+            return self.moved(self.operand(x), Step(axis, src, dst))
         if node.target is use:
             return self.use(node)
         return self.made(node)
@@ -186,7 +188,8 @@ class _Walk:
     def stamped(self, x: Tensor, states: dict[str, Any]) -> Tensor:
         """``x`` with these states; of several cuts of one dimension the axes stand in the mesh's order."""
         local, spec = _words(states, x.dim())
-        return spmd_types.assert_type(x, local, partition_spec=spec)
+        spmd_types.assert_type(x, local, partition_spec=spec)
+        return x
 
     def beside(self, x: Tensor, step: Step) -> list[str]:
         """Other axes that cut a dimension which the conversion cuts or makes whole."""
@@ -200,10 +203,10 @@ class _Walk:
 
     def use(self, node: fx.Node) -> Tensor:
         """Forward the weight, without gradient; then it is R where its gradient sets out as P."""
-        weight, _, _, forward, backward = node.args
-        name = self.env[weight].name  # type: ignore[index]
+        weight, _, _, forward, backward = args_of(node)
+        name = self.env[weight].name
         value, stored, axes = self.value(name), self.resolved.parameters[name], self.resolved.mesh.axes
-        used = self.follow(value, stored.held, forward, None)  # type: ignore[arg-type]
+        used = self.follow(value, stored.held, forward, None)
         if not value.differentiable:
             return used
         layout = parse_layout(node.meta["layout"], axes, value.shape) if "layout" in node.meta else None
@@ -212,7 +215,7 @@ class _Walk:
         for axis, state in zip(axes, layout, strict=True):
             if state == R and self.states(used)[axis] == I:
                 spmd_types.mutate_type(used, axis, src=spmd_types.I, dst=spmd_types.R)
-        self.follow(value, tuple(dual(s) for s in layout), backward, stored.accumulated)  # type: ignore[arg-type]
+        self.follow(value, tuple(dual(s) for s in layout), backward, stored.accumulated)
         with spmd_types.no_typecheck():
             used.requires_grad_(True)
         return used
@@ -230,8 +233,9 @@ class _Walk:
         return x
 
     def made(self, node: fx.Node) -> Any:
-        if node.target.__name__ == "getitem":  # type: ignore[union-attr]
-            return self.env[node.args[0]][node.args[1]]  # type: ignore[index]
+        if node.target is operator.getitem:
+            source, k = args_of(node)
+            return self.env[source][k]
         name = node.meta.get("value", "")
         op = self.makers.get(name) or self.makers.get(f"{name}.call")
         view = self.resolved.analysis.views.get(name)
@@ -243,7 +247,7 @@ class _Walk:
             layout = parse_layout(node.meta["layout"], self.resolved.mesh.axes, self.value(name).shape)
             inside = relabel(layout, view.rule.outs[0], view.rule.ins[0], self.resolved.mesh.sizes, view.rule.sizes)
             assert inside is not None
-            operands, ins, outs, outputs = [node.args[0]], (inside,), (layout,), (name,)  # type: ignore[list-item]
+            operands, ins, outs, outputs = [args_of(node)[0]], (inside,), (layout,), (name,)
         else:
             raise SpmdTypeError(f"{node.name} is no op of the program")
         given = self.alike([self.operand(n) for n in operands], ins)
@@ -280,7 +284,7 @@ class _Walk:
                     local[name] = state
                 with spmd_types.no_typecheck():
                     x = x.detach()
-                x = spmd_types.assert_type(x, local, partition_spec=spec)
+                spmd_types.assert_type(x, local, partition_spec=spec)
             out.append(x)
         return out
 
@@ -326,9 +330,9 @@ class _Walk:
         return local, spec
 
     def results(self, node: fx.Node) -> None:
-        (loss, leaves, buffers), *_ = node.args  # type: ignore[misc]
+        (loss, leaves, buffers), *_ = args_of(node)
         whole = (I,) * len(self.resolved.mesh.sizes)
-        for x in [loss, *leaves, *buffers]:  # type: ignore[misc]
+        for x in [loss, *leaves, *buffers]:
             if isinstance(x, fx.Node) and self.operand(x).requires_grad:
                 self.typed(self.operand(x), whole)
 

@@ -100,7 +100,7 @@ def run_unsplit(trial: Trial, keep: bool = False) -> Outcome:
             for name, dims in (rule.part_args if rule is not None else {}).items():
                 kwargs = {**kwargs, name: [_whole(d, rule.sizes) for d in dims]}  # type: ignore[union-attr]
             if rule is not None and rule.reshapes:  # a view of what our functions leave need not be contiguous
-                env[node.name] = args[0].reshape(shape_of(node))  # type: ignore[union-attr, index]
+                env[node.name] = args[0].reshape(shape_of(node))
             else:
                 env[node.name] = node.target(*args, **kwargs)
         if program.training:

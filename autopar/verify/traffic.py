@@ -34,7 +34,7 @@ from autopar.layout import (
 from autopar.passes.emit import emitted_operations
 from autopar.passes.resolve import Resolved
 from autopar.plan import find_path
-from autopar.program import OutputName, place
+from autopar.program import OutputName, args_of, place
 from autopar.rules.derive import algorithm_of
 from autopar.runtime.collectives import LocalState, Step, convert
 from autopar.runtime.parameters import use
@@ -101,11 +101,11 @@ def planned_moves(resolved: Resolved, outputs: bool) -> list[PlannedMove]:
         made.update(zip(op.outputs, strategy.outs, strict=True))
         for name, layout in zip(op.inputs, strategy.ins, strict=True):
             _need(resolved, needed, name, layout)
-    results = [program.loss, *program.mutations.values()]
+    results: list[str | None] = [program.loss, *program.mutations.values()]
     results += [o for o in program.outputs if outputs and isinstance(o, OutputName)]
-    for name in results:
-        if name is not None:
-            _need(resolved, needed, name, whole)
+    for result in results:
+        if result is not None:
+            _need(resolved, needed, result, whole)
     out: list[PlannedMove] = []
     for name, layouts in needed.items():
         value = analysis.values[name]
@@ -250,9 +250,10 @@ def kinds_in_graph(resolved: Resolved, rank: RankGraph) -> Counter[tuple[str, st
 def steps_of(node: fx.Node) -> list[tuple[str, Step]]:
     """The conversions that a node makes, each with its pass; of a `convert` node the forward one."""
     if node.target is convert:
-        return [(FORWARD, Step(*node.args[1:]))]  # type: ignore[arg-type]
+        return [(FORWARD, Step(*args_of(node)[1:]))]
     if node.target is use:
-        return [(d, s) for d, way in ((FORWARD, node.args[3]), (BACKWARD, node.args[4])) for s in way]  # type: ignore
+        *_, forward, backward = args_of(node)
+        return [(d, s) for d, way in ((FORWARD, forward), (BACKWARD, backward)) for s in way]
     return []
 
 

@@ -34,7 +34,7 @@ from autopar.layout import (
     local_shape,
 )
 from autopar.passes.resolve import Resolved
-from autopar.program import OutputName, place
+from autopar.program import OutputName, args_of, place
 from autopar.rules.analysis import Operation
 from autopar.rules.derive import Choice, Strategy, apply, factor_size, splittable
 from autopar.rules.factors import Cut, dimension_cut, factor_cut
@@ -207,8 +207,9 @@ class _Checker:
         return self.operation(node)
 
     def conversion(self, node: fx.Node) -> tuple[Typed, ...]:
-        x, axis, src, dst = node.args
-        found, error = [], None
+        x, axis, src, dst = args_of(node)
+        found: list[Typed] = []
+        error: Mistyped | None = None
         for number, layout in self.read(x):
             value = self.value(number)
             try:
@@ -218,7 +219,7 @@ class _Checker:
                     value.shape,
                     self.mesh,
                     self.rank.at,
-                    value.differentiable,  # type: ignore[arg-type]
+                    value.differentiable,
                 )
             except Mistyped as e:
                 error = error or e
@@ -232,7 +233,7 @@ class _Checker:
 
     def use(self, node: fx.Node) -> Typed:
         """The layout of a weight in a use: where its gradient's way starts says in which state an op must take it."""
-        weight, gradients, key, forward, backward = node.args
+        weight, gradients, key, forward, backward = args_of(node)
         name = self.held.get(getattr(weight, "name", ""))
         if name is None:
             raise Mistyped("a use of what is no weight", "a weight", str(weight))
@@ -241,15 +242,15 @@ class _Checker:
         if key != parameter.name:
             raise Mistyped("a weight hands its gradient to another", parameter.name, str(key))
         layout, moves = stored.held, []
-        for step in forward:  # type: ignore[union-attr]
-            after = advance(layout, step, value.shape, self.mesh, self.rank.at, False)  # type: ignore[arg-type]
+        for step in forward:
+            after = advance(layout, step, value.shape, self.mesh, self.rank.at, False)
             moves.append((layout, after, True))
             layout = after
         if value.differentiable:
             if gradients is None:
                 raise Mistyped("the gradient of a weight is dropped", "gradients", "None")
             full, layout = layout, stored.accumulated
-            for step in reversed(backward):  # type: ignore[call-overload]
+            for step in reversed(backward):
                 before = advance(
                     layout, Step(step.axis, step.dst, step.src), value.shape, self.mesh, self.rank.at, True
                 )
@@ -270,17 +271,17 @@ class _Checker:
     def results(self, node: fx.Node) -> None:
         """Loss, outputs and new buffers: the program's own, whole on every rank."""
         program = self.resolved.analysis.program
-        (loss, leaves, buffers), *_ = node.args  # type: ignore[misc]
+        (loss, leaves, buffers), *_ = args_of(node)
         wanted: list[tuple[str, Any, Any]] = [("the loss", loss, program.loss)] if program.loss is not None else []
         if leaves:
             wanted += [
                 ("an output", leaf, name)
-                for leaf, name in zip(leaves, program.outputs, strict=True)  # type: ignore[arg-type]
+                for leaf, name in zip(leaves, program.outputs, strict=True)
                 if isinstance(name, OutputName)
             ]
         wanted += [
             (f"the new value of {buffer}", got, name)
-            for got, (buffer, name) in zip(buffers, program.mutations.items(), strict=True)  # type: ignore[arg-type]
+            for got, (buffer, name) in zip(buffers, program.mutations.items(), strict=True)
         ]
         whole = (I,) * len(self.mesh.sizes)
         for what, got, name in wanted:
@@ -415,7 +416,8 @@ class _Checker:
         what other axes cut."""
         others = [n for a, n in enumerate(self.mesh.sizes) if a != axis]
         groups = {math.prod(some) for k in range(len(others) + 1) for some in itertools.combinations(others, k)}
-        size, found = op.rule.sizes[factor], {}
+        size = op.rule.sizes[factor]
+        found: dict[Cut, None] = {}
         for cut in self.resolved.analysis.factor_points(op)[factor]:
             found[cut] = None
             for outside in {c.m for c in self.resolved.analysis.factor_points(op)[factor]}:
@@ -441,8 +443,8 @@ class _Checker:
         sizes, at, given = self.mesh.sizes, self.rank.at, arguments_by_name(node, op)
         if node.target is RESHAPE and op.rule.reshapes:
             wanted = local_shape(op.type.out_shapes[0], strategy.outs[0], sizes, at)
-            if tuple(node.args[1]) != wanted:  # type: ignore[arg-type]
-                raise Mistyped("a reshape to another shape than the rank's", str(list(wanted)), str(node.args[1]))
+            if tuple(args_of(node)[1]) != wanted:
+                raise Mistyped("a reshape to another shape than the rank's", str(list(wanted)), str(args_of(node)[1]))
             return
 
         def rows(names: Sequence[str]) -> int:

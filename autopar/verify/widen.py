@@ -26,6 +26,8 @@ _WIDE = {
     torch.complex64: torch.complex128,
 }
 
+SPREAD = 0.02  # how far weights are moved
+
 
 def wide_tensor(x: Tensor) -> Tensor:
     return x.to(_WIDE.get(x.dtype, x.dtype))
@@ -37,12 +39,12 @@ def wide_program(program: Program) -> Program:
     parameters = {
         node: dataclasses.replace(p, dtype=_WIDE.get(p.dtype, p.dtype)) for node, p in program.parameters.items()
     }
-    constants = {n: wide_tensor(c) if isinstance(c, Tensor) else c for n, c in program.constants.items()}
+    lifted = {n: wide_tensor(c) for n, c in program.lifted.items()}
     with mode:
         graph = _wide_graph(program.graph)
         prelude = None if program.prelude is None else _wide_graph(program.prelude)
     return dataclasses.replace(
-        program, graph=graph, prelude=prelude, parameters=parameters, constants=constants, outputs=list(program.outputs)
+        program, graph=graph, prelude=prelude, parameters=parameters, lifted=lifted, outputs=list(program.outputs)
     )
 
 
@@ -53,7 +55,7 @@ def _wide_graph(old: fx.Graph) -> fx.Graph:
         new = copied[node] = graph.node_copy(node, lambda n: copied[n])
         if new.name != node.name:
             new._rename(node.name)
-        new.args, new.kwargs = fx.node.map_aggregate((new.args, new.kwargs), _wide_literal)  # type: ignore[assignment]
+        new.args, new.kwargs = fx.node.map_aggregate((new.args, new.kwargs), _wide_literal)
         new.meta = {**node.meta, "val": _wide_value(node.meta["val"])} if "val" in node.meta else dict(node.meta)
     return graph
 
@@ -69,14 +71,21 @@ def _wide_value(value: Any) -> Any:
 
 
 def wide_model(parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], like: nn.Module) -> nn.Module:
-    """A module that only holds weights and buffers, in float64; names that share a tensor go on sharing it."""
-    root = nn.Module()
+    """A module that only holds weights and buffers, in float64; names that share a tensor go on sharing it.
+
+    Weights are moved a little, each number by another amount: a bias of zeros or a scale of ones would look alike
+    however it is cut.
+    """
+    root, generator = nn.Module(), torch.Generator().manual_seed(0)
     made: dict[int, nn.Parameter] = {}
     trained = {n: p.requires_grad for n, p in like.named_parameters(remove_duplicate=False)}
     persistent = set(like.state_dict())
     for name, tensor in parameters.items():
         if id(tensor) not in made:
             value = wide_tensor(tensor.detach()).clone()
+            if value.is_floating_point():
+                noise = torch.randn(tuple(value.shape), generator=generator, dtype=torch.float64)
+                value += SPREAD * noise.to(value.device)
             made[id(tensor)] = nn.Parameter(value, requires_grad=trained[name])
         _home(root, name).register_parameter(name.rpartition(".")[2], made[id(tensor)])
     for name, tensor in buffers.items():

@@ -26,6 +26,7 @@ from autopar.verify.step import Outcome, Trial, check_step, install, run_unsplit
 from autopar.verify.subject import rank_graph
 from autopar.verify.traffic import check_traffic
 from autopar.verify.types import check_types, compare_ranks
+from autopar.verify.widen import wide_model
 
 COLUMNS = ("damages", "change a result", "types", "collectives", "either", "named", "step", "missed", "change nothing")
 
@@ -52,7 +53,9 @@ def subject(prepared: Prepared, sizes: tuple[int, ...], seed: int) -> Subject:
     plan = sample(bound, sizes, seed)
     resolved = resolve(plan, bound, *expand(plan, bound))
     graphs = {at: rank_graph(resolved, at) for at in resolved.mesh.all_coordinates()}
-    trial = Trial(case.model, bound, plan, case.batch, partial(run_local, world_size=plan.world_size), graphs=graphs)
+    weights = dict(case.model.named_parameters(remove_duplicate=False))
+    model = wide_model(weights, dict(case.model.named_buffers()), case.model)
+    trial = Trial(model, bound, plan, case.batch, partial(run_local, world_size=plan.world_size), graphs=graphs)
     expected = run_unsplit(trial)
     found, _, _ = check_step(trial, expected)
     assert not found and not looked_at(
