@@ -63,8 +63,8 @@ def refuse_shared_memory(model: nn.Module) -> None:
     spans: dict[int, list[tuple[int, int, str, bool]]] = {}
     for name, tensor in tensors:
         if tensor.layout is torch.strided and tensor.numel():
-            last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-            first, width = tensor.storage_offset(), tensor.element_size()
+            last = sum((int(n) - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+            first, width = int(tensor.storage_offset()), tensor.element_size()
             span = (first * width, (first + last + 1) * width, name, tensor.requires_grad)
             spans.setdefault(tensor.untyped_storage()._cdata, []).append(span)
     for found in spans.values():
@@ -211,8 +211,8 @@ class Changes:
 
 def _draws() -> tuple[Any, ...]:
     """Where the generators of Python and of numpy stand."""
-    kind, keys, *rest = np.random.get_state()
-    return random.getstate(), kind, bytes(keys), *rest
+    drawn: Any = np.random.get_state()
+    return random.getstate(), drawn[1].tobytes(), drawn[2:]
 
 
 def _numbers(model: nn.Module) -> dict[str, Any]:
