@@ -16,20 +16,19 @@ from torch.utils import _pytree as pytree
 
 from autopar.dropouts import spread_dropouts
 from autopar.errors import AutoparError, CaptureError
+from autopar.gradient_modes import inline_regions, refuse_unseen_writes, stop_in_place
 from autopar.hidden import (
     Changes,
     innermost,
     refuse_hooked_weights,
     refuse_shared_memory,
-    refuse_unseen_writes,
+    refuse_wrapped,
     refusing_lost_backwards,
-    stop_in_place,
 )
 from autopar.program import (
     OutputName,
     Parameter,
     Program,
-    is_continuous,
     place,
     split_batch,
     strip_wrapper,
@@ -149,6 +148,7 @@ def export(model: nn.Module, example: Any, loss_fn: LossFn | None = None) -> tor
     Raises CaptureError with the cause and the user's line where the model cannot be captured.
     """
     args, kwargs = pytree.tree_map(_Distinct(), split_batch(example))
+    refuse_wrapped(model)
     refuse_hooked_weights(model)
     refuse_shared_memory(model)
     changes = Changes()
@@ -178,46 +178,12 @@ def export(model: nn.Module, example: Any, loss_fn: LossFn | None = None) -> tor
         n for n, p in exported.graph_signature.inputs_to_parameters.items() if exported.state_dict[p].requires_grad
     }
     refuse_unseen_writes(exported.graph_module, trained)
-    _inline_gradient_modes(exported)
+    inline_regions(exported)
     spread_dropouts(exported.graph)
     if needs_functionalization(exported):
         with _EXPORT_LOCK:
             exported = exported.run_decompositions({})
     return exported
-
-
-def _inline_gradient_modes(exported: torch.export.ExportedProgram) -> None:
-    """``with torch.no_grad(): y = f(x)`` --> ``y = f(x.detach()).detach()``, in place.
-
-    torch.export keeps such a region as a graph of its own, and making in-place ops functional forgets its mode.
-    """
-    graph, owner = exported.graph, exported.graph_module
-    buffers = set(exported.graph_signature.inputs_to_buffers)
-    for call in [n for n in graph.nodes if n.target is torch.ops.higher_order.wrap_with_set_grad_enabled]:
-        enabled, body, *args = call.args
-
-        def stopped(value: Any, enabled: Any = enabled) -> Any:
-            tensor = value.meta.get("val") if isinstance(value, torch.fx.Node) else None
-            if enabled or not isinstance(tensor, torch.Tensor) or not is_continuous(tensor.dtype):
-                return value
-            node = graph.call_function(torch.ops.aten.detach.default, (value,))
-            node.meta = {k: v for k, v in value.meta.items() if k in ("val", "nn_module_stack", "stack_trace")}
-            return node
-
-        inner = getattr(owner, str(body.target)).graph
-        with graph.inserting_before(call):
-            known = {
-                given: arg if getattr(arg, "name", "") in buffers else stopped(arg)
-                for given, arg in zip(inner.find_nodes(op="placeholder"), args, strict=True)
-            }
-            results = graph.graph_copy(inner, known)
-            for item in list(call.users):
-                made: Any = results[item.args[1]]
-                item.replace_all_uses_with(stopped(made))
-                graph.erase_node(item)
-        graph.erase_node(call)
-        if not body.users:
-            graph.erase_node(body)
 
 
 class _Distinct:

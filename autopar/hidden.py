@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import operator
 import random
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -16,13 +15,29 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.errors import CaptureError
-from autopar.program import place
 
-aten = torch.ops.aten
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raise CaptureError for modules whose forward is not the user's own code any more."""
+    kinds = (
+        torch._dynamo.OptimizedModule,
+        torch.jit.ScriptModule,
+        nn.DataParallel,
+        nn.parallel.DistributedDataParallel,
+    )
+    for name, module in model.named_modules():
+        if isinstance(module, kinds):
+            raise CaptureError(
+                "a module that is compiled or made parallel already cannot be captured",
+                where=name or "the model",
+                expected="the module itself",
+                got=type(module).__name__,
+                hint="pass what it wraps; autopar makes it parallel, and torch.compile comes after",
+            )
 
 
 def refuse_hooked_weights(model: nn.Module) -> None:
@@ -48,8 +63,8 @@ def refuse_shared_memory(model: nn.Module) -> None:
     spans: dict[int, list[tuple[int, int, str, bool]]] = {}
     for name, tensor in tensors:
         if tensor.layout is torch.strided and tensor.numel():
-            last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-            first, width = tensor.storage_offset(), tensor.element_size()
+            last = sum((int(n) - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+            first, width = int(tensor.storage_offset()), tensor.element_size()
             span = (first * width, (first + last + 1) * width, name, tensor.requires_grad)
             spans.setdefault(tensor.untyped_storage()._cdata, []).append(span)
     for found in spans.values():
@@ -136,11 +151,11 @@ class _Watch(TorchFunctionMode):
         if getattr(func, "__self__", None) is torch.Tensor.data:
             if func.__name__ == "__get__":
                 return args[0].detach()  # as autograd sees it; a write into it is refused like any into a detach()
-            raise CaptureError("assigning .data in forward is lost in capture", where=user_frame(), hint=_NO_WRITE)
+            raise CaptureError("assigning .data in forward is lost in capture", where=user_frame(), hint=NO_WRITE)
         return func(*args, **(kwargs or {}))
 
 
-_NO_WRITE = "make a new value instead: y = f(x.detach())"
+NO_WRITE = "make a new value instead: y = f(x.detach())"
 _GRADIENT_HINT = "write the gradient as plain ops, or take it outside of the model"
 _HINTS: dict[Any, str] = {
     torch.Tensor.register_hook: "put the factor into forward: y = x.detach() + scale * (x - x.detach())",
@@ -196,8 +211,8 @@ class Changes:
 
 def _draws() -> tuple[Any, ...]:
     """Where the generators of Python and of numpy stand."""
-    kind, keys, *rest = np.random.get_state()
-    return random.getstate(), kind, bytes(keys), *rest
+    drawn: Any = np.random.get_state()
+    return random.getstate(), drawn[1].tobytes(), drawn[2:]
 
 
 def _numbers(model: nn.Module) -> dict[str, Any]:
@@ -222,95 +237,3 @@ def innermost(stack: Iterable[traceback.FrameSummary]) -> str:
     own = ("autopar/capture.py", "autopar/hidden.py", "contextlib.py")
     frames = [f for f in stack if "/torch/" not in f.filename and not f.filename.endswith(own)]
     return f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
-
-
-# ------------------------------------------------------------------------------------------------ unseen writes
-
-
-def stop_in_place(graph: fx.Graph) -> None:
-    """``x.detach_()`` --> ``x.detach()`` for all that use ``x`` from there on; functional graphs would forget it."""
-    for node in graph.find_nodes(op="call_function", target=aten.detach_.default):
-        source: Any = node.args[0]
-        with graph.inserting_before(node):
-            stopped = graph.call_function(aten.detach.default, (source,))
-        stopped.meta = dict(node.meta)
-        later = [n for n in source.users if n > node]
-        node.replace_all_uses_with(stopped)
-        for user in later:
-            user.replace_input_with(source, stopped)
-        graph.erase_node(node)
-
-
-def refuse_unseen_writes(owner: fx.GraphModule, trained: set[str]) -> None:
-    """Raise CaptureError on writes that autograd does not see into values that have a gradient.
-
-    ``with torch.no_grad(): h.mul_(2)`` and ``h.detach().mul_(2)`` change ``h`` and leave its gradient as it was; the
-    same ops made functional would scale or lose it.  trained: names of the placeholders of trained weights.
-    """
-    aliases: dict[fx.Node, tuple[fx.Node, bool]] = {}  # what it shares memory with, and whether autograd loses sight
-    carrying = {n for n in owner.graph.find_nodes(op="placeholder") if n.name in trained}
-
-    def flows(node: fx.Node) -> bool:
-        base, unseen = aliases[node]
-        return base in carrying and not unseen
-
-    def walk(owner: fx.GraphModule, enabled: bool) -> None:
-        for node in owner.graph.nodes:
-            if node.op != "call_function":
-                aliases.setdefault(node, (node, False))
-                continue
-            if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
-                inside, body, *args = node.args
-                inner: Any = getattr(owner, str(body.target))
-                for given, arg in zip(inner.graph.find_nodes(op="placeholder"), args, strict=True):
-                    aliases[given] = aliases.get(arg, (given, False))
-                walk(inner, bool(inside))
-                for item in node.users:
-                    base, unseen = aliases[inner.graph.output_node().args[0][item.args[1]]]
-                    aliases[item] = (base, unseen or not inside)
-                continue
-            if node in aliases:  # a result of a region
-                continue
-            inputs = node.all_input_nodes
-            has_gradient = enabled and _is_float(node) and any(map(flows, inputs))
-            if inputs and _is_alias(node):
-                base, unseen = aliases[inputs[0]]
-                unseen |= node.target is aten.detach.default or not enabled
-                if _writes(node):
-                    if unseen and (base in carrying or has_gradient):
-                        raise CaptureError(
-                            "a write that autograd does not see, into a value that has a gradient",
-                            where=place(node),
-                            got=str(node.target),
-                            hint=_NO_WRITE,
-                        )
-                    if has_gradient:
-                        carrying.add(base)
-                aliases[node] = (base, unseen)
-            else:
-                aliases[node] = (node, False)
-                if has_gradient:
-                    carrying.add(node)
-
-    walk(owner, True)
-
-
-def _is_alias(node: fx.Node) -> bool:
-    """Whether the result shares memory with the first tensor that ``node`` takes, or may share it."""
-    if node.target is operator.getitem:
-        return True
-    if not isinstance(node.target, torch._ops.OpOverload) or not any(r.alias_info for r in node.target._schema.returns):
-        return False
-    value, source = node.meta.get("val"), node.all_input_nodes[0].meta.get("val")
-    same = isinstance(value, torch.Tensor) and isinstance(source, torch.Tensor) and value.dtype == source.dtype
-    return same or not isinstance(value, torch.Tensor)
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def _is_float(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)

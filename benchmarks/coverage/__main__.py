@@ -16,35 +16,39 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+COLOURS = {"equal": "green", "refused": "yellow", "unexportable": "dim", "wrong": "bold red", "error": "red"}
+
 
 def show(results: dict[str, dict[str, Any]]) -> None:
     from catalogue import CATALOGUE
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("model", "kind", "outcome", "reason", "s")
-    colours = {"equal": "green", "refused": "yellow", "wrong": "bold red", "error": "red"}
-    for name, entry in CATALOGUE.items():
-        if name in results:
-            r = results[name]
-            colour = colours.get(r["status"], "dim")
-            causes = "; ".join(r.get("causes") or [r["reason"]])
-            where = f" ({r['where']})" if "where" in r else ""
-            table.add_row(
-                name, entry.kind, f"[{colour}]{r['status']}", causes.replace("[", r"\[") + where, str(r["total"])
-            )
+    tried = {name: results[name] for name in CATALOGUE if name in results}
+    models = Table("model", "kind", "outcome", "by the solver on 2 x 2, or the reason", "s")
+    for name, r in tried.items():
+        causes = "; ".join(r.get("causes") or [r["reason"]]) or r.get("plan 2x2", "")
+        where = f" ({r['where']})" if "where" in r else ""
+        outcome = f"[{COLOURS[r['status']]}]{r['status']}"
+        models.add_row(name, CATALOGUE[name].kind, outcome, (causes + where).replace("[", r"\["), str(r["total"]))
+    kinds = Table("kind", *COLOURS)
+    for kind in dict.fromkeys(CATALOGUE[name].kind for name in tried):
+        count = Counter(r["status"] for name, r in tried.items() if CATALOGUE[name].kind == kind)
+        kinds.add_row(kind, *(str(count[s] or "") for s in COLOURS))
     console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(table)
-    status = Counter(r["status"] for r in results.values())
-    exported = [r for r in results.values() if r.get("exported")]
-    equal = sum(r["status"] == "equal" for r in exported)
+    console.print(models)
+    console.print(kinds)
+    causes_of = Counter(c for r in tried.values() if r["status"] == "refused" for c in r["causes"])
+    for text, count in causes_of.most_common():
+        console.print(f"{count:3d} refused: {text}", markup=False, highlight=False)
+    exported = [r["status"] for r in tried.values() if r.get("exported")]
+    status = Counter(r["status"] for r in tried.values())
+    equal = exported.count("equal")
     console.print(
-        f"{len(results)} models: {len(exported)} exported by torch, of these {equal} equal "
-        f"({100 * equal / max(1, len(exported)):.0f} %); " + ", ".join(f"{n} {s}" for s, n in sorted(status.items()))
+        f"{len(tried)} models, {len(exported)} exported by torch, of these {equal} equal to eager PyTorch "
+        f"({100 * equal / max(1, len(exported)):.1f} %); "
+        + ", ".join(f"{status[s]} {s}" for s in COLOURS if s != "equal")
     )
-    causes = Counter(c for r in results.values() if r["status"] == "refused" for c in r["causes"])
-    for text, count in causes.most_common():
-        console.print(f"  {count:3d} refused: {text}", markup=False, highlight=False)
 
 
 def main() -> None:

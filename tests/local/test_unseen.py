@@ -284,6 +284,13 @@ def test_a_hook_on_a_weight_is_refused(kind: str) -> None:
         api.understand(model, BATCH, loss_of)
 
 
+@pytest.mark.parametrize("wrap", [torch.compile, torch.jit.script, nn.DataParallel])
+def test_a_wrapped_module_is_refused(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), wrap(nn.Sequential(nn.Tanh(), nn.Linear(6, 6)))).double()
+    with refused(CaptureError, "compiled or made parallel already", "where: 1", "pass what it wraps"):
+        api.understand(model, {"input": BATCH["x"], "y": BATCH["y"]}, loss_of)
+
+
 def test_weights_that_share_memory_are_refused() -> None:
     model = Two(plain)
     model.b.weight.data = model.a.weight.data

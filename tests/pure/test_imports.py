@@ -19,10 +19,11 @@ ALLOWED = {
     "program": {"errors", "layout"},
     "plan": {"errors", "layout", "explain"},  # explain: only inside Plan.explain()
     "testing": {"errors"},
-    "hidden": {"errors", "program"},
+    "hidden": {"errors"},
+    "gradient_modes": {"errors", "program", "hidden"},
     "dropouts": set(),
     "twin": {"errors"},
-    "capture": {"errors", "program", "hidden", "dropouts"},
+    "capture": {"errors", "program", "hidden", "gradient_modes", "dropouts"},
     "rules": BASE | KERNELS,
     "cost_model": BASE | {"rules"},
     "modes": BASE | {"rules", "passes.fold"},
