@@ -53,7 +53,8 @@ def _noise(x: Tensor, k: int) -> Tensor:
     if not (x.is_floating_point() or x.is_complex()):
         return (-1) ** k * torch.randint(k, 5 * k, x.shape, generator=generator).to(x.dtype)
     noise = torch.randn(x.shape, generator=generator, dtype=x.dtype)
-    return (-1) ** k * (noise + k * torch.sgn(noise)) if x.is_complex() else (-1) ** k * (noise.abs() + k)
+    noise = (-1) ** k * (noise + k * torch.sgn(noise) if x.is_complex() else noise.abs() + k)
+    return torch.where(torch.isfinite(x), noise, x)  # no finite terms add up to what is not finite
 
 
 def whole(terms: list[Tensor], layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> Tensor:

@@ -16,7 +16,8 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from proving import Call, Parts, Sizes, cases_of, failure
+from calls import Call
+from proving import Parts, Sizes, cases_of, failure
 
 from autopar.rules.analysis import Bound
 from autopar.rules.notation import Dims, Rule
@@ -114,6 +115,23 @@ RIGHT_BUT_NOT_OFFERED = {
         for op in ("flatten.using_ints", "unsqueeze.default", "squeeze.default", "squeeze.dim", "squeeze.dims")
     },
     ("aten.detach.default", "linear in input"): "its value is a constant to autograd; sums are joined before it",
+    **{
+        (f"aten.{op}", what): "linear indeed; no sum that is pending has come to it"
+        for op, what in (
+            ("positive.default", "linear in input"),
+            ("rad2deg.default", "linear in input"),
+            ("deg2rad.default", "linear in input"),
+            ("_conj_physical.default", "linear in input"),
+            ("native_dropout_backward.default", "linear in input"),
+            ("lerp.Scalar", "linear in all together"),
+            ("index_copy.default", "linear in all together"),
+            ("index_put.default", "linear in all together"),
+            ("index_fill.int_Tensor", "linear in all together"),
+            ("scatter.src", "linear in all together"),
+        )
+    },
+    ("aten.bucketize.Tensor", "n is not whole"): "counts of smaller boundaries add up; boundaries are few",
+    ("aten.searchsorted.Tensor", "n is not whole"): "counts of smaller boundaries add up; boundaries are few",
     ("aten.conv1d.default", "c is not whole"): "a split inside every group needs strided cuts, which few weights have",
     ("aten.conv2d.default", "c is not whole"): "a split inside every group needs strided cuts, which few weights have",
     ("aten.conv2d.default", "o is not whole"): "a split inside every group needs strided cuts, which few weights have",

@@ -14,9 +14,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from calls import Call, captured
 from mutants import RIGHT_BUT_NOT_OFFERED, Verdict, verdicts
-from proving import Call, captured, prove_call
-from samples import more, opinfo, table, written
+from proving import prove_call
+from samples import all_written, opinfo, table
 
 from autopar.errors import AutoparError
 
@@ -67,7 +68,7 @@ def prove_all(limit: int) -> Proofs:
 
 
 def _calls(found: Proofs, limit: int) -> Iterator[tuple[str, Call]]:
-    for name, sample in [*(("written", s) for s in [*written(), *more()]), *opinfo(limit=limit)]:
+    for name, sample in [*(("written", s) for s in all_written()), *opinfo(limit=limit)]:
         found.samples += 1
         try:
             made = captured(*sample)

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from proving import Call, captured
+from calls import Call, captured
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autopar.errors import RuleError
+from autopar.errors import AutoparError
 from autopar.rules.registry import _COMPUTED, _DEFINITIONS
 from autopar.runtime.kernels.attention import attention
 from autopar.runtime.kernels.dropout import dropout
@@ -253,6 +253,106 @@ def more() -> list[Sample]:
     ]
 
 
+def alike() -> list[Sample]:
+    """Dimensions of one size, where a factor that stands in the wrong place is not seen by its size."""
+    torch.manual_seed(2)
+    x, cube, four = randn(4, 4), randn(4, 4, 4), randn(4, 4, 4, 4)
+    rows, places, mask = torch.tensor([2, 0, 3, 0]), torch.arange(16).reshape(4, 4) % 4, x > 0
+    turns = torch.view_as_complex(randn(4, 4, 2))
+    along = [
+        Sample(fn, (x, d, *rest))
+        for d in (0, 1)
+        for fn, *rest in (
+            (torch.gather, places),
+            (torch.scatter, places, 2.5),
+            (torch.scatter, places, randn(4, 4)),
+            (torch.scatter_add, places, randn(4, 4)),
+            (torch.index_add, rows, randn(4, 4)),
+            (torch.index_copy, torch.tensor([2, 0, 3, 1]), randn(4, 4)),
+            (torch.index_fill, rows, 2.5),
+            (torch.index_fill, rows, torch.tensor(2.5, dtype=torch.float64)),
+            (torch.sort,),
+        )
+    ]
+    return [
+        *along,
+        *(Sample(torch.sort, (cube,), {"dim": d, "stable": True}) for d in (0, 1)),
+        *(Sample(torch.scatter_reduce, (x, d, places, randn(4, 4), "sum")) for d in (0, 1)),
+        *(Sample(torch.topk, (y, 4, d)) for y, d in ((randn(4, 8), 1), (randn(8, 4), 0))),
+        *(Sample(lambda x, i: x[i], (y, rows)) for y in (x, cube)),
+        *(Sample(lambda x, i: x[:, i], (y, rows)) for y in (x, cube)),
+        *(Sample(lambda x, i, j: x[i, j], (y, rows, rows[:, None])) for y in (x, cube)),
+        Sample(aten._unsafe_index.Tensor, (x, [rows, None])),
+        Sample(aten._unsafe_index.Tensor, (cube, [None, rows, None])),
+        *(Sample(torch.index_put, (y, (rows,), y.flip(0), True)) for y in (x, cube)),
+        *(Sample(aten._unsafe_index_put.default, (y, [rows, None], y.flip(0), True)) for y in (x, cube)),
+        Sample(aten._unsafe_index_put.default, (x, [None, rows], x.flip(0), True)),
+        *(Sample(torch.slice_scatter, (y, x, d, 1, 5)) for y, d in ((randn(6, 4), 0), (randn(4, 6), 1))),
+        *(Sample(torch.slice_scatter, (x, v, d, 1, 3)) for v, d in ((randn(2, 4), 0), (randn(4, 2), 1))),
+        *(Sample(aten.slice.Tensor, (y, d, 1, 5)) for y, d in ((randn(6, 4), 0), (randn(4, 6), 1))),
+        Sample(aten.slice.Tensor, (randn(5, 8), 1, 4, 8)),
+        Sample(torch.addbmm, (x, cube, cube.flip(0))),
+        Sample(torch.baddbmm, (cube, cube.flip(1), cube.flip(0))),
+        Sample(torch.addmv, (randn(4), x, randn(4))),
+        Sample(torch.mv, (x, randn(4))),
+        Sample(torch.einsum, ("ij,jk->ik", x, x.flip(0))),
+        *(Sample(torch.fft.fft, (turns,), {"dim": d}) for d in (0, 1)),
+        *(Sample(torch.fft.fft, (torch.view_as_complex(randn(4, 4, 4, 2)),), {"dim": d}) for d in (0, 2)),
+        *(Sample(torch.fft.rfft, (y,), {"dim": d}) for y, d in ((randn(6, 4), 0), (randn(4, 6), 1), (cube, 2))),
+        *(Sample(torch.fft.irfft, (turns, 4), {"dim": d}) for d in (0, 1)),
+        Sample(torch.fft.irfft, (torch.view_as_complex(randn(4, 4, 4, 2)), 4)),
+        Sample(torch.view_as_complex, (randn(4, 4, 2),)),
+        *(Sample(torch.split, (randn(n, 7), [3, 4], 1)) for n in (3, 4)),
+        *(Sample(torch.split, (randn(7, n), [3, 4], 0)) for n in (3, 4)),
+        Sample(torch.split, (randn(8, 4), [4, 4], 0)),
+        Sample(torch.cat, ([randn(4, 4), randn(4, 3)], 1)),
+        Sample(torch.cat, ([randn(4, 4), randn(3, 4)], 0)),
+        Sample(torch.cat, ([randn(3, 7), randn(4, 7)], 0)),
+        Sample(torch.unbind, (cube, 0)),
+        Sample(torch.Tensor.unfold, (randn(4, 8), 1, 2, 2)),
+        Sample(torch.Tensor.unfold, (randn(4, 8), 1, 4, 4)),
+        Sample(torch.Tensor.unfold, (randn(8, 4), 0, 2, 2)),
+        *(Sample(torch.where, (mask, *branches)) for branches in ((x, 2.0), (1.0, x), (1.0, 2.0))),
+        Sample(F.conv2d, (randn(2, 4, 4, 4), randn(4, 2, 1, 1)), {"groups": 2}),
+        Sample(torch.Tensor.view, (randn(4, 16), (4, 4, 4))),
+        Sample(torch.unflatten, (randn(4, 16), 1, (4, 4))),
+        Sample(F.adaptive_avg_pool2d, (randn(4, 4, 8, 8), 4)),
+        *(Sample(aten.constant_pad_nd.default, (x, pad)) for pad in ((1, 0), (0, 0, 1, 0), (4, 4), (0, 0, 4, 4))),
+        *(
+            Sample(aten.constant_pad_nd.default, (y, pad))
+            for y, pad in ((randn(4, 3), (1, 0)), (randn(3, 4), (0, 0, 1, 0)))
+        ),
+        *(Sample(F.pad, (x, pad)) for pad in ((1, 0), (0, 0, 1, 0), (4, 4), (0, 0, 4, 4))),
+        *(Sample(torch.roll, (y, 4, d)) for y, d in ((randn(8, 4), 0), (randn(4, 8), 1))),
+        Sample(F.unfold, (four, (2, 2)), {"stride": 2}),
+        Sample(F.fold, (randn(4, 16, 4), (4, 4), (2, 2)), {"stride": 2}),
+        Sample(F.embedding_bag, (places, x), {"mode": "sum"}),
+        Sample(torch.Tensor.floor_divide, (places, places + 1)),
+    ]
+
+
+def telling() -> list[Sample]:
+    """Values that tell an op from a linear one: zeros, equal ones, and those that are not finite."""
+    torch.manual_seed(3)
+    inf, nan = torch.inf, torch.nan
+    special = torch.tensor([[0.0, nan, inf, -inf], [1.0, 2.0, 0.0, 0.1]], dtype=torch.float64)
+    ordered = randn(4, 6).sort().values
+    return [
+        *(Sample(getattr(torch, op), (special,)) for op in ("isnan", "isinf", "isposinf", "isneginf", "nan_to_num")),
+        Sample(torch.logical_not, (special,)),
+        *(Sample(op, (special[1:], special[1:].flip(0))) for op in (torch.logical_xor, torch.eq)),
+        Sample(torch.logical_xor, (special[1:], special[1:, [2, 0, 1, 3]])),
+        Sample(torch.eq, (special, 1.0)),
+        Sample(F.hardshrink, (randn(4, 4) * 0.6,)),
+        Sample(torch.isin, (special[1:], torch.tensor([2.0, 2.0, 0.1, 0.1, 7.0], dtype=torch.float64))),
+        Sample(torch.bucketize, (randn(4, 4), randn(6).sort().values)),
+        Sample(torch.searchsorted, (ordered, randn(4, 5))),
+        Sample(torch.searchsorted, (randn(4, 4).sort().values, randn(4, 4))),
+        *(Sample(op, (randn(5, 6),)) for op in (torch.argmax, torch.argmin, torch.median)),
+        *(Sample(op, (randn(5, 6), 1)) for op in (torch.argmax, torch.argmin, torch.median)),
+    ]
+
+
 # ------------------------------------------------------------------------------------------------ torch's own
 
 
@@ -280,6 +380,10 @@ def opinfo(names: Sequence[str] = (), limit: int = 10) -> Iterator[tuple[str, Sa
                     yield op.name, given
 
 
+def all_written() -> list[Sample]:
+    return [*written(), *more(), *alike(), *telling()]
+
+
 def table() -> list[str]:
     """Every op with a rule of its own; that of pointwise ops is for all with torch's tag."""
     return sorted({*_DEFINITIONS, *_COMPUTED} - {"pointwise"})
@@ -288,8 +392,8 @@ def table() -> list[str]:
 @functools.cache
 def written_calls() -> dict[str, list[Call]]:
     found: dict[str, list[Call]] = {}
-    for sample in [*written(), *more()]:
-        with contextlib.suppress(RuleError):
+    for sample in all_written():
+        with contextlib.suppress(AutoparError):
             for call in captured(*sample).calls:
                 found.setdefault(call.name, []).append(call)
     return found

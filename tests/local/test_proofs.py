@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from calls import captured
 from mutants import RIGHT_BUT_NOT_OFFERED, verdicts, with_rule
-from proving import captured, prove, prove_call
+from proving import prove, prove_call
 from samples import calls_of, opinfo, table
 
 RULES = table()
