@@ -155,13 +155,13 @@ class ParallelModule(nn.Module):
     @property
     def graph_module(self) -> fx.GraphModule:
         """The emitted training graph of this rank."""
-        run = self._planned.graph(not self._planned.signature.has_loss).run
+        run = self.planned.graph(not self.planned.signature.has_loss).run
         assert isinstance(run, fx.GraphModule)
         return run
 
     def compiled_as(self) -> tuple[tuple[tuple[str, str], ...], Mapping[str, int]]:
         """(what each placeholder of `graph_module` takes, how many gradients each weight hands over)."""
-        compiled = self._planned.graph(not self._planned.signature.has_loss)
+        compiled = self.planned.graph(not self.planned.signature.has_loss)
         return compiled.inputs, compiled.uses
 
     def axes(self) -> tuple[Axis, ...]:
@@ -174,7 +174,7 @@ class ParallelModule(nn.Module):
         return self._print_code()
 
     @property
-    def _planned(self) -> Mode:
+    def planned(self) -> Mode:
         """The program that the plan is for."""
         return next(iter(self._modes.values()))
 
@@ -193,7 +193,7 @@ class ParallelModule(nn.Module):
                     got="module.train()",
                     hint="call model.train() before autopar.parallelize; evaluation is always possible",
                 )
-            self._modes[False] = self._planned if self._evaluation is None else self._evaluation()
+            self._modes[False] = self.planned if self._evaluation is None else self._evaluation()
         return self._modes[self.training]
 
     # ------------------------------------------------------------------------------------------ running
@@ -208,7 +208,7 @@ class ParallelModule(nn.Module):
 
         A dict is keyword arguments, a tuple positional ones.  Raises RuntimeMismatch where the plan has no loss.
         """
-        if not self._planned.signature.has_loss:
+        if not self.planned.signature.has_loss:
             raise RuntimeMismatch(
                 "this plan is for inference: it has no loss",
                 expected="a model whose outputs have a loss, or loss_fn=",

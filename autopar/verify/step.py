@@ -181,10 +181,10 @@ def build(trial: Trial, rank: int) -> ParallelModule:
 
 def install(module: ParallelModule, graph: RankGraph) -> None:
     """Run ``graph`` in training in place of what was emitted."""
-    emitted = module._compile
-    has_loss = module._planned.signature.has_loss
+    mode = module.planned
+    emitted, has_loss = mode.compile_graph, mode.signature.has_loss
     given = Compiled(fx.GraphModule(nn.Module(), graph.graph), graph.inputs, graph.uses)
-    module._compile = lambda outputs: given if outputs != has_loss else emitted(outputs)
+    mode.compile_graph = lambda outputs: given if outputs != has_loss else emitted(outputs)
 
     def bound(way: Sequence[Step]) -> tuple[Step, ...]:
         return tuple(Step(module._axes[s.axis.name], s.src, s.dst) for s in way)
@@ -215,7 +215,7 @@ class _Recorder(fx.Interpreter):
 def record(trial: Trial, rank: int) -> Outcome:
     """Every value of the training graph on this rank, and every gradient, as far as the step gets."""
     module, out = build(trial, rank), Outcome({})
-    mode = module._planned
+    mode = module.planned
     compiled = mode.graph(not mode.signature.has_loss)
     recorder = _Recorder(compiled.run, out)  # type: ignore[arg-type]
     mode.compiled[not mode.signature.has_loss] = dataclasses.replace(compiled, run=recorder.run)
