@@ -205,7 +205,8 @@ def in_evaluation(
     buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
     batch = capturing.default_inputs(model) if example_inputs is None else example_inputs
     try:
-        twin, batch = weightless(model, batch)
+        with _TRACING:
+            twin, batch = weightless(model, batch)
     except CaptureError as error:
         refusal = error
 
@@ -213,7 +214,12 @@ def in_evaluation(
             raise refusal
 
         return refuse
-    return lambda: bind_program(normalize(capturing.capture(twin.eval(), batch, loss_fn), buffers))
+
+    def understand_twin() -> Bound:
+        with _TRACING:
+            return bind_program(normalize(capturing.capture(twin.eval(), batch, loss_fn), buffers))
+
+    return understand_twin
 
 
 def build(

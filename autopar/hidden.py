@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -81,18 +82,20 @@ def refuse_shared_memory(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def refusing_lost_backwards() -> Iterator[None]:
-    """Raise CaptureError on what changes gradients and leaves no op behind, while a model is traced."""
+    """Raise CaptureError on what changes gradients and leaves no op behind, while this thread traces a model."""
     import torch.utils.checkpoint as checkpoint_module
 
+    tracing = threading.get_ident()
     apply = torch.autograd.Function.__dict__["apply"]
     region = checkpoint_module._checkpoint_without_reentrant_generator
     inference = torch._C._InferenceMode
 
     def refused(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        custom_op = cls.__module__ == "torch._library.autograd"  # is one node, and brings its backward along
+        if custom_op or threading.get_ident() != tracing:
+            return apply.__get__(None, cls)(*args, **kwargs)
         if cls is checkpoint_module.CheckpointFunction:
             return region_refused()
-        if cls.__module__ == "torch._library.autograd":  # a custom op is one node, and brings its backward along
-            return apply.__get__(None, cls)(*args, **kwargs)
         what, expected, hint = _FUNCTIONS.get(cls.__module__.rpartition(".")[0], _OF_A_USER)
         raise CaptureError(
             what, where=user_frame(), got=f"{cls.__module__}.{cls.__qualname__}", expected=expected, hint=hint
