@@ -41,6 +41,16 @@ def test_example_equals_one_process(example: str, ranks: int, tmp_path: Path) ->
         ast.parse((tmp_path / f"model_rank{rank}.py").read_text())
 
 
+def test_an_op_of_ones_own_from_refusal_to_equal_gradients() -> None:
+    program = ROOT / "examples" / "add_your_own_parallelism.py"
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    refused, _, planned = done.stdout.partition("With the rule")
+    assert "no rule for mylib.rms_norm.default" in refused and "add_your_own_parallelism.py" in refused
+    assert "split over tp as it is used\n    scale" in planned
+    assert "every gradient equal one process's" in planned
+
+
 def test_demo_learns_english(tmp_path: Path) -> None:
     """740 steps on 4 ranks: far below what counting pairs of characters reaches."""
     printed, figures = run("train_gpt.py", 4, tmp_path, [])
