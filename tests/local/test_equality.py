@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -85,7 +85,7 @@ def enumerated(bound: Bound, n: int) -> dict[str, list[tuple[Pair, Strategy]]]:
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_every_enumerated_strategy_runs(
-    prepared: Prepared, n: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    prepared: Prepared, n: int, monkeypatch: pytest.MonkeyPatch, figure: Callable[[str], None]
 ) -> None:
     """Every (op, choice) that the solver may pick on one axis is part of a plan that equals one process."""
     options = enumerated(prepared.bound, n)
@@ -104,8 +104,7 @@ def test_every_enumerated_strategy_runs(
         plan = sample(prepared.bound, (n,), plans)  # takes what has not run yet
         assert_equals_one_process(prepared, plan, f"directed plan {plans}")
         plans += 1
-    with capsys.disabled():
-        print(f"  {len(ran)} of {len(every)} (op, choice) pairs on {n} ranks in {plans} plans", end=" ")
+    figure(f"{len(ran)} of {len(every)} (op, choice) pairs on {n} ranks in {plans} plans")
 
 
 # ------------------------------------------------------------------------------------------------ damage
