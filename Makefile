@@ -8,7 +8,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/ready
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# a process per core, and each file's tests in one of them: they share what is captured once
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 TYPED := .venv/typed
 EXAMPLES := $(patsubst examples/%.py,-m %,$(wildcard examples/*.py))
 

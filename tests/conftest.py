@@ -6,7 +6,8 @@ Every plan that a test lets the solver find is priced twice: by the integer prog
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from autopar.solver.space import Space
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 
+_FIGURE = "figure"
 _ROUNDING = 1e-4  # the solver's own tolerances, and what ties are broken with
 
 
@@ -49,3 +51,21 @@ def the_cost_of_the_decisions_is_the_objective() -> Iterator[None]:
     patch.setattr(stage, "_solved", checked)
     yield
     patch.undo()
+
+
+@pytest.fixture
+def figure(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Takes what a test counted, for the summary at the end of the run."""
+    return lambda text: record_property(_FIGURE, text)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What was counted, by test; also where tests run in several processes."""
+    passed = terminalreporter.stats.get("passed", [])
+    counted = [
+        (r.nodeid.rpartition("/")[2], text) for r in passed for name, text in r.user_properties if name == _FIGURE
+    ]
+    if counted:
+        terminalreporter.section("counted")
+        for test, text in sorted(counted):
+            terminalreporter.write_line(f"{test}: {text}")

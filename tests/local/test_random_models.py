@@ -1,11 +1,12 @@
 """Random models by random plans: any composition of layers, any sizes, any legal decision equals one process.
 
-python -m pytest -s -m slow tests/local/test_random_models.py       counts: 2,000 plans and more
+python -m pytest -m slow tests/local/test_random_models.py       counts: 2,000 plans and more
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 from equality import assert_equals_one_process, prepare, sample
@@ -45,13 +46,12 @@ def test_a_random_model_by_random_plans(seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_two_thousand_random_plans(capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_thousand_random_plans(figure: Callable[[str], None]) -> None:
     plans = models = 0
     for seed in range(1000, 1260):
         plans += check(seed)
         models += 1
-    with capsys.disabled():
-        print(f"  {plans} random plans of {models} random models, 0 wrong", end=" ")
+    figure(f"{plans} random plans of {models} random models, 0 wrong")
     assert plans >= 2000
 
 
