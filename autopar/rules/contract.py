@@ -113,8 +113,9 @@ def _grouped_mm(node: fx.Node) -> Rule:
             expected=f"{_GROUPED}, without bias",
             got=", ".join(str(list(shape_of(v))) for v in inputs),
         )
-    options = {"args": "x w o", "form": "x*w", "whole": "s e k n", "saves": "x w o", "flops": "2 s k n"}
-    return from_text(node, define(target_name(node), _GROUPED, **options))
+    name, whole, flops = target_name(node), "s e k n", "2 s k n"
+    written = define(name, _GROUPED, args="x w o", form="x*w", whole=whole, saves="x w o", flops=flops)
+    return from_text(node, written)
 
 
 algorithm("aten._grouped_mm.default", "parts", splits="s e k n", run=grouped_mm_parts, lacking="P")
