@@ -11,7 +11,8 @@ from autopar.errors import RuleError
 from autopar.layout import Shape
 from autopar.program import args_of, place, shape_of, target_name, tensor_inputs
 from autopar.rules.notation import Dims, Rule, define
-from autopar.rules.registry import algorithms_of, computed, from_text, rule
+from autopar.rules.registry import algorithm, algorithms_of, computed, from_text, rule
+from autopar.runtime.kernels.grouped import grouped_mm_fallback_parts, grouped_mm_parts
 
 rule("aten.mm.default", "m k, k n -> m n", args="a b", form="a*b", sum="k", saves="a b", flops="2 m k n")
 rule("aten.bmm.default", "b m k, b k n -> b m n", args="a b", form="a*b", sum="k", saves="a b", flops="2 b m k n")
@@ -96,6 +97,31 @@ def _einsum(node: fx.Node) -> Rule:
     before, dots, after = right.partition("...")
     out = (*before, *_leading(lead, lead if dots else 0), *after)
     return _products(node, tensors, out, (tuple(range(len(inputs))),))
+
+
+_GROUPED = "s k, e k n, _ -> s n"  # rows in the order of experts, matrices, and where each expert's rows end
+
+
+@computed("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
+def _grouped_mm(node: fx.Node) -> Rule:
+    """All by an algorithm: a row's expert depends on values, and torch's op is particular about widths."""
+    inputs = tensor_inputs(node)
+    if [len(shape_of(v)) for v in inputs] != [2, 3, 1]:
+        raise RuleError(
+            "a grouped product of this kind has no rule",
+            where=place(node),
+            expected=f"{_GROUPED}, without bias",
+            got=", ".join(str(list(shape_of(v))) for v in inputs),
+        )
+    name, whole, flops = target_name(node), "s e k n", "2 s k n"
+    written = define(name, _GROUPED, args="x w o", form="x*w", whole=whole, saves="x w o", flops=flops)
+    return from_text(node, written)
+
+
+algorithm("aten._grouped_mm.default", "parts", splits="s e k n", run=grouped_mm_parts, lacking="P")
+algorithm(
+    "transformers.grouped_mm_fallback.default", "parts", splits="s e k n", run=grouped_mm_fallback_parts, lacking="P"
+)
 
 
 def _leading(lead: int, count: int) -> tuple[str, ...]:

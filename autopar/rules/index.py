@@ -61,13 +61,13 @@ def _named(d: int, prefix: str, size: int, factors: dict[str, int]) -> tuple[str
 
 
 def _by_rows(run: Callable[..., Any], node: fx.Node, *factors: str) -> tuple[Algorithm, ...]:
-    """The algorithm that splits the indexed ``factors``; what it gives lacks them: a term of a sum.
+    """The algorithm that splits the indexed ``factors``: a look-up gives a term of a sum, a write the rank's own rows.
 
-    There is no sum of booleans, and there is none over a dimension of one row.
+    There is no sum of booleans, and nothing to split of one row.
     """
     if not factors or (run in _LOOKUPS and dtype_of(node) is torch.bool):
         return ()
-    return (Algorithm("rows", factors, run, "P" if run in _LOOKUPS else "I"),)
+    return (Algorithm("rows", factors, run, "P"),)
 
 
 _LOOKUPS = (kernels.index_parts, kernels.index_select_parts, kernels.gather_parts)

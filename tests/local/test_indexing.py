@@ -224,6 +224,20 @@ def test_every_strategy_is_right(name: str) -> None:
     prove(*PROOFS[name]).check()
 
 
+def test_products_by_expert() -> None:
+    """Rows, experts and widths split, an expert without rows; by Hugging Face's op, and by torch's where it runs."""
+    import transformers.integrations.moe  # noqa: F401 - which makes the op
+
+    ends = torch.tensor([2, 2, 7, 9, 10], dtype=torch.int32)
+    prove(torch.ops.transformers.grouped_mm_fallback.default, (some(10, 6), some(5, 6, 7), ends)).check()
+    given = (some(10, 8).float(), some(5, 8, 12).float(), ends)
+    try:
+        aten._grouped_mm.default(*given)
+    except RuntimeError:
+        pytest.skip("this torch has it for bfloat16 only")
+    prove(aten._grouped_mm.default, given).check()
+
+
 @pytest.mark.parametrize(
     ("name", "offered"),
     [
@@ -315,6 +329,61 @@ def test_writing_in_place(forward: Callable[..., Tensor]) -> None:
         return (out * torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view(out.shape)).square().mean()
 
     prepared = prepare(Case(Small(forward).double(), batch, loss))
+    for sizes, seed in [((2,), 0), ((3,), 1), ((2, 2), 2), ((2, 2), 3)]:
+        assert_equals_one_process(prepared, sample(prepared.bound, sizes, seed), f"seed {seed}")
+
+
+# ------------------------------------------------------------------------------------------------ experts
+
+
+def experts(kind: str, implementation: str, **options: Any) -> Case:
+    """Two layers of a mixture of five or six experts."""
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=53,
+        hidden_size=12,
+        intermediate_size=10,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        pad_token_id=0,
+        use_cache=False,
+        num_experts_per_tok=2,
+        experts_implementation=implementation,
+        **options,
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    ids = torch.randint(3, 53, (3, 5))
+    return Case(model.double().train(), {"input_ids": ids, "labels": ids.clone()})
+
+
+EXPERTS: dict[str, Callable[[], Case]] = {
+    "batched": lambda: experts("Mixtral", "batched_mm", num_local_experts=5, head_dim=4, output_router_logits=True),
+    "grouped": lambda: experts("Mixtral", "grouped_mm", num_local_experts=5, head_dim=4),
+    "groups of experts": lambda: experts(
+        "DeepseekV3",
+        "batched_mm",
+        n_routed_experts=6,
+        n_group=3,
+        topk_group=2,
+        n_shared_experts=1,
+        moe_intermediate_size=6,
+        first_k_dense_replace=1,
+        q_lora_rank=6,
+        kv_lora_rank=6,
+        qk_nope_head_dim=4,
+        qk_rope_head_dim=2,
+        v_head_dim=4,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPERTS)
+def test_mixtures_of_experts(name: str) -> None:
+    prepared = prepare(EXPERTS[name]())
     for sizes, seed in [((2,), 0), ((3,), 1), ((2, 2), 2), ((2, 2), 3)]:
         assert_equals_one_process(prepared, sample(prepared.bound, sizes, seed), f"seed {seed}")
 
