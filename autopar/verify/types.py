@@ -462,6 +462,7 @@ class _Checker:
             self.same_parts(name, [self.part(op, strategy, d) for d in dims], list(given.get(name) or ()))
         if algorithm is not None:
             splits = [f for f in algorithm.splits if f in op.rule.sizes]
+            splits += [op.rule.images[f] for f in splits if f in op.rule.images]
             parts = given.get("parts") or {}
             self.same_parts("parts", [self.part(op, strategy, (f,)) for f in splits], [parts.get(f) for f in splits])
 
@@ -479,14 +480,14 @@ class _Checker:
             )
 
     def part(self, op: Operation, strategy: Strategy, names: Sequence[str]) -> Part:
-        sizes = op.rule.sizes
-        whole, cuts = 1, []
-        for f in names:
-            whole *= sizes.get(f, 1)
-        for axis, choice in enumerate(strategy.choices):
-            image = dimension_cut((tuple(names),), choice.factor, choice.cut, sizes) if choice.factor else None
-            if image is not None:
+        """What this rank holds of a dimension of these factors; axes by name."""
+        cuts = []
+        for factor in names:
+            for axis, cut in strategy.cuts(factor):
+                image = dimension_cut((tuple(names),), factor, cut, op.rule.sizes)
+                assert image is not None  # the factor is among the names
                 cuts.append(AxisCut(self.mesh.axes[axis], *image[1:]))  # type: ignore[arg-type]
+        whole = math.prod(op.rule.sizes.get(f, 1) for f in names)
         return Part(whole, tuple(sorted(cuts, key=lambda c: c.m)))
 
     # ------------------------------------------------------------------------------------------ findings
