@@ -285,6 +285,8 @@ def check_traffic(resolved: Resolved, rank: RankGraph, types: Types, outputs: bo
             if counted[direction, kind, axis] != got[direction, kind, axis]
         ]
     found = in_graph(resolved, rank, types)
+    if _nameless(wanted) == _nameless(found):
+        return []
     out = []
     for name in dict.fromkeys(t.value for t in sorted((wanted - found) + (found - wanted))):
         mine, theirs = (sorted(t for t in c.elements() if t.value == name) for c in (wanted - found, found - wanted))
@@ -297,6 +299,14 @@ def check_traffic(resolved: Resolved, rank: RankGraph, types: Types, outputs: bo
                 "; ".join(map(str, theirs)) or "none",
             )
         )
+    return out
+
+
+def _nameless(transfers: Counter[Transfer]) -> Counter[tuple[str, str, str, float]]:
+    """Without names: on a rank that holds nothing of them, pieces of one value look alike."""
+    out: Counter[tuple[str, str, str, float]] = Counter()
+    for t, times in transfers.items():
+        out[t.direction, t.kind, t.axis, t.nbytes] += times
     return out
 
 

@@ -480,16 +480,14 @@ class _Checker:
             )
 
     def part(self, op: Operation, strategy: Strategy, names: Sequence[str]) -> Part:
-        sizes = op.rule.sizes
-        whole, cuts = 1, []
-        for f in names:
-            whole *= sizes.get(f, 1)
-        for axis, choice in enumerate(strategy.choices):
-            image = dimension_cut((tuple(names),), choice.factor, choice.cut, sizes) if choice.factor else None
-            if image is None and choice.image is not None:
-                image = dimension_cut((tuple(names),), *choice.image, sizes)
-            if image is not None:
+        """What this rank holds of a dimension of these factors; axes by name."""
+        cuts = []
+        for factor in names:
+            for axis, cut in strategy.cuts(factor):
+                image = dimension_cut((tuple(names),), factor, cut, op.rule.sizes)
+                assert image is not None  # the factor is among the names
                 cuts.append(AxisCut(self.mesh.axes[axis], *image[1:]))  # type: ignore[arg-type]
+        whole = math.prod(op.rule.sizes.get(f, 1) for f in names)
         return Part(whole, tuple(sorted(cuts, key=lambda c: c.m)))
 
     # ------------------------------------------------------------------------------------------ findings

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from damage import Damage, Graphs, damaged, some
+from damage import Damage, Graphs, damaged, every_damage, some
 from equality import Prepared, assert_equal_runs, prepare, run_plan, sample, train
 from models import MODELS
 
@@ -56,12 +56,10 @@ def subject(prepared: Prepared, sizes: tuple[int, ...], seed: int) -> Subject:
     weights = dict(case.model.named_parameters(remove_duplicate=False))
     model = wide_model(weights, dict(case.model.named_buffers()), case.model)
     trial = Trial(model, bound, plan, case.batch, partial(run_local, world_size=plan.world_size), graphs=graphs)
-    expected = run_unsplit(trial)
-    found, _, _ = check_step(trial, expected)
-    assert not found and not looked_at(
-        Subject(prepared, plan, resolved, number_values(bound), graphs, trial, expected), graphs
-    )
-    return Subject(prepared, plan, resolved, number_values(bound), graphs, trial, expected)
+    given = Subject(prepared, plan, resolved, number_values(bound), graphs, trial, run_unsplit(trial))
+    assert not looked_at(given, graphs), "a right plan passes"
+    assert not check_step(trial, given.expected)[0], "a right plan passes"
+    return given
 
 
 def looked_at(given: Subject, graphs: Graphs) -> dict[str, list[Finding]]:
@@ -148,6 +146,18 @@ def assert_caught(total: Counter[str]) -> None:
 def test_damage_is_found_without_running() -> None:
     total = show(sweep(("mlp", "gpt2-3-heads"), ((2, 2),), seeds=1, each=18))
     assert_caught(total)
+
+
+@pytest.mark.parametrize(("kind", "text"), [("wrong scale", "values part at"), ("wrong backward", "gradients part at")])
+def test_a_step_names_the_node_where_values_or_gradients_part(kind: str, text: str) -> None:
+    given = subject(prepare(MODELS["mlp"]()), (2, 2), 0)
+    named = 0
+    for damage in every_damage(given.graphs, given.names):
+        if damage.kind == kind and damage.target.startswith("convert"):
+            trial = dataclasses.replace(given.trial, graphs=damaged(given.graphs, damage))
+            for finding in check_step(trial, given.expected)[0]:
+                named += text in finding.where and any(w in finding.where for w in damage.where)
+    assert named
 
 
 @pytest.mark.slow
