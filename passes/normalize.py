@@ -217,7 +217,7 @@ def refold_linears(program: Program) -> None:
     graph = program.graph
     for node in calls(graph, aten.addmm.default, aten.mm.default):
         bias, x, weight = args_of(node) if node.target is aten.addmm.default else (None, *args_of(node))
-        if node.kwargs or (bias is not None and len(shape_of(bias)) != 1):
+        if node.kwargs or (bias is not None and shape_of(bias) != shape_of(node)[-1:]):
             continue
         with graph.inserting_before(node):
             if weight.target in (aten.t.default, aten.transpose.int) and len(shape_of(weight)) == 2:

@@ -68,7 +68,9 @@ def _added(node: fx.Node) -> Rule:
     """``c + a b``; c is broadcast."""
     c, a, b = (shape_of(v) for v in tensor_inputs(node))
     left, right, out = _ADDED[target_name(node)]
-    return _products(node, ((c, out[len(out) - len(c) :]), (a, left), (b, right)), out, ((0,), (1, 2)))
+    product = _products(node, ((c, out[len(out) - len(c) :]), (a, left), (b, right)), out, ((0,), (1, 2)))
+    # torch forgets to broadcast c where nothing is contracted
+    return replace(product, filled=target_name(node) == "aten.addmv.default")
 
 
 @computed("aten.einsum.default")

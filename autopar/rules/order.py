@@ -30,6 +30,8 @@ def _outputs(node: fx.Node) -> list[Shape]:
     "aten.median.dim",
     "aten.min.dim",
     "aten.mode.default",
+    "aten.nanmedian.default",
+    "aten.nanmedian.dim",
     "aten.sort.default",
     "aten.sort.stable",
     "aten.topk.default",

@@ -85,7 +85,8 @@ def _tile(node: fx.Node) -> Rule:
         ((f"r{i}",) if n != 1 else ()) + (dims[i - added] if i >= added else ()) for i, n in enumerate(repeats)
     )
     local = {"repeats": tuple((f"r{i}",) for i in range(len(repeats)))}
-    return Rule((dims,), (outs,), sizes, ((0,),), size_args=local)
+    whole = frozenset(sizes) if 0 in sizes.values() else frozenset()
+    return Rule((dims,), (outs,), sizes, ((0,),), whole=whole, size_args=local)
 
 
 @computed("aten.tril.default", "aten.triu.default")
