@@ -74,7 +74,7 @@ def splice(program: Program, node: fx.Node, body: fx.Graph, **notes: Any) -> Non
     """
     graph = node.graph
     known: dict[fx.Node, fx.Node] = dict(zip(body.find_nodes(op="placeholder"), tensors_of(node), strict=True))
-    kept = {k: node.meta[k] for k in ("nn_module_stack", "stack_trace") if k in node.meta}
+    kept: dict[str, Any] = {k: node.meta[k] for k in ("nn_module_stack", "stack_trace") if k in node.meta}
     new = []
     with graph.inserting_before(node):
         for inner in body.nodes:
