@@ -76,7 +76,8 @@ def _count(node: fx.Node) -> fx.Node:
 def _reduce(program: Program, node: fx.Node, count: fx.Node | None) -> None:
     """The loss without its reduction, summed, and for a mean divided by ``count`` or the number of losses."""
     reduction = argument(node, "reduction")
-    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [a.name for a in node.target._schema.arguments]
     args = list(args_of(node))[: names.index("reduction")]
     rest = {n: v for n, v in zip(names, args_of(node), strict=False) if n not in names[: len(args)]}
     losses = new_node(program.graph, node.target, tuple(args), {**rest, **node.kwargs, "reduction": NONE}, like=node)

@@ -90,13 +90,13 @@ def instance_norms(program: Program) -> None:
             elif mean is None:
                 new = new_node(graph, group_norm, (x, shape_of(x)[1], weight, bias, eps), like=node)
             else:
-                names = [program.buffers[v.name] for v in (mean, var)]
+                buffers = [program.buffers[v.name] for v in (mean, var)]
                 # of a layer that runs twice the second call begins with what the first one left
                 mean, var = (
                     program.node(program.mutations[n]) if n in program.mutations else v
-                    for n, v in zip(names, (mean, var), strict=True)
+                    for n, v in zip(buffers, (mean, var), strict=True)
                 )
                 every = new_node(graph, instance_norm, (x, weight, bias, mean, var, momentum, eps, rng), like=node)
                 new, *kept = (new_node(graph, operator.getitem, (every, k), like=node) for k in range(3))
-                program.mutations.update(zip(names, (k.name for k in kept), strict=True))
+                program.mutations.update(zip(buffers, (k.name for k in kept), strict=True))
         renamed(program, node, new)

@@ -51,6 +51,7 @@ def name_random_ops(program: Program) -> None:
     salt = 0
     for node in calls(program.graph, *_OTHERS, *_UNIFORM, *_NORMAL):
         with program.graph.inserting_before(node):
+            new: fx.Node | None
             if node.target is aten.dropout.default:
                 new = _dropout(program, node, salt)
             elif node.target is aten.scaled_dot_product_attention.default:

@@ -101,7 +101,7 @@ def cases_of(bound: Bound, sizes: Sizes) -> Iterator[Case]:
     """Every strategy as the emitter writes it; a view's as an op and, where it can be, as a relabelling."""
     mesh, op = mesh_of(sizes), bound.operations[0]
     plain = Analysis(bound.program, sizes, (op,), bound.values, {}, bound.points)
-    view = View(op.outputs[0], op.inputs[0], op.node, op.rule)
+    view = View(op.outputs[0], op.inputs[0] if op.inputs else "", op.node, op.rule)
     relabelled = replace(plain, operations=(), views={view.name: view}) if op.rule.view else None
     for strategy in strategies_of(op, sizes):
         yield Case(strategy, mesh, tuple(_emitted(plain, op, strategy, mesh, at) for at in mesh.all_coordinates()))

@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 from autopar.errors import AutoparError
 from autopar.rules.registry import _COMPUTED, _DEFINITIONS
 from autopar.runtime.kernels.attention import attention
-from autopar.runtime.kernels.dropout import dropout
+from autopar.runtime.kernels.dropout import dropout, random_normal, random_uniform
 from autopar.runtime.kernels.loss import cross_entropy_count, cross_entropy_sum
-from autopar.runtime.kernels.norm import batch_norm
+from autopar.runtime.kernels.norm import batch_norm, instance_norm
 from autopar.runtime.kernels.parts import Part
 
 aten = torch.ops.aten
@@ -83,6 +83,9 @@ def written() -> list[Sample]:
         Sample(batch_norm, (randn(5, 6, 3), *stats, 0.1, 1e-5, KEY)),
         Sample(batch_norm, (randn(5, 6), *stats, 0.1, 1e-5, None)),
         Sample(batch_norm, (randn(4, 4, 4), *square, 0.1, 1e-5, KEY)),
+        Sample(instance_norm, (randn(5, 6, 3), *stats, 0.1, 1e-5, KEY)),
+        Sample(random_uniform, ([5, 6], torch.float64, torch.device("cpu"), KEY, 3), {"dims": whole}),
+        Sample(random_normal, ([5, 6], torch.float64, torch.device("cpu"), KEY, 3), {"dims": whole}),
         Sample(F.layer_norm, (randn(5, 3, 6), (6,), randn(6), randn(6))),
         Sample(F.layer_norm, (randn(5, 3, 6), (3, 6), randn(3, 6))),
         Sample(F.layer_norm, (randn(4, 4), (4,), randn(4), randn(4))),
@@ -223,16 +226,24 @@ def more() -> list[Sample]:
         Sample(F.nll_loss, (randn(5, 7), targets), {"reduction": "none"}),
         Sample(F.multi_margin_loss, (randn(5, 7), targets), {"reduction": "none"}),
         Sample(F.multi_margin_loss, (randn(5, 7), targets)),
-        Sample(F.soft_margin_loss, (x, torch.sign(randn(5, 6)))),
+        Sample(F.soft_margin_loss, (x, buffer(torch.sign(randn(5, 6))))),
+        Sample(F.multilabel_margin_loss, (x, torch.tensor([[1, 3, -1, 0, 0, 0]] * 5))),
         *(recurrent(kind) for kind in gates),
         *(Sample(pool, (x[:, :, None].expand(5, 6, 6), 2), {"return_indices": True}) for pool in (F.max_pool1d,)),
         Sample(F.max_pool2d, (image, 2), {"return_indices": True}),
         Sample(F.max_pool2d, (image, 3), {"stride": 1, "padding": 1}),
         Sample(F.max_pool3d, (box, 2), {"return_indices": True}),
-        Sample(torch.native_channel_shuffle, (randn(5, 6, 2, 3), 3)),
+        Sample(F.max_pool1d, (line, 3), {"stride": 2, "padding": 1}),
+        Sample(F.max_pool3d, (box, 2), {"stride": 1}),
+        Sample(lambda x: x.prod(1), (x,)),
+        Sample(F.channel_shuffle, (randn(5, 6, 2, 3), 3)),
         Sample(F.batch_norm, (line, None, None, randn(3), randn(3), True)),
         Sample(F.batch_norm, (line, buffer(randn(3)), buffer(randn(3).abs()), randn(3), randn(3), False)),
         Sample(F.group_norm, (randn(5, 6, 3), 2, randn(6), randn(6))),
+        Sample(F.group_norm, (randn(3, 9, 3), 3, randn(9), randn(9))),
+        Sample(F.batch_norm, (randn(4, 4, 4), buffer(randn(4)), buffer(randn(4).abs()), randn(4), randn(4), False)),
+        Sample(F.cross_entropy, (randn(4, 4), torch.tensor([0, 3, 1, 1])), {"reduction": "none"}),
+        Sample(F.nll_loss, (randn(4, 4), torch.tensor([0, 3, 1, 1])), {"reduction": "none"}),
         Sample(lambda x, i: x[i], (x, rows)),
         Sample(lambda x, i: x[:, i], (x, rows)),
         Sample(lambda x, i, j: x[i, j], (x, rows, columns)),

@@ -62,8 +62,7 @@ def _each(value: Any, count: int) -> list[Any]:
     return list(value) * (count if len(value) == 1 else 1)
 
 
-_CONVS = ("aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default")
-_CONVS += ("aten.conv1d.padding", "aten.conv2d.padding", "aten.conv3d.padding")
+_CONVS = tuple(f"aten.conv{d}d.{kind}" for kind in ("default", "padding") for d in (1, 2, 3))
 
 
 @computed(*_CONVS)
@@ -243,7 +242,8 @@ def _upsample(node: fx.Node) -> Rule:
     x, out, given = shape_of(tensor_inputs(node)[0]), shape_of(node), call_arguments(node)
     space = len(x) - 2
     scales = given.get("scale_factors") or [None] * space
-    ins, outs = [("n",), ("c",)], [("n",), ("c",)]
+    ins: list[tuple[str, ...]] = [("n",), ("c",)]
+    outs = list(ins)
     sizes, whole = {"n": x[0], "c": x[1]}, []
     for i, scale in enumerate(scales):
         y, z = x[2 + i], out[2 + i]

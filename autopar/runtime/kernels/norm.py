@@ -23,7 +23,7 @@ def _total(x: Tensor, axes: Sequence[Axis]) -> Tensor:
 
 
 def _standardised(
-    x: Tensor, over: Sequence[int], count: int, axes: Sequence[Axis], eps: float
+    x: Tensor, over: list[int], count: int, axes: Sequence[Axis], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(x standardised, mean, variance) over the dimensions ``over``; all ranks together hold ``count`` rows of them."""
     mean = _total(x.sum(over, keepdim=True), axes) / count

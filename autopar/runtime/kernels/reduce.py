@@ -19,7 +19,7 @@ def largest(x: Tensor, dims: Sequence[int], axes: Sequence[Axis]) -> Tensor:
     with torch.no_grad():
         empty = not all(x.shape[d] for d in dims)
         shape = [1 if d in {e % x.dim() for e in dims} else n for d, n in enumerate(x.shape)]
-        top = x.new_full(shape, -math.inf) if empty else x.amax(dims, keepdim=True)
+        top = x.new_full(shape, -math.inf) if empty else x.amax(tuple(dims), keepdim=True)
         for axis in axes:
             if axis.size > 1:
                 top = top.contiguous()
@@ -35,7 +35,7 @@ def _exponentials(
     top = largest(x, dims, axes)
     top = torch.where(top.isinf(), torch.zeros_like(top), top)
     shifted = x - top
-    total = shifted.exp().sum(dims, keepdim=True)
+    total = shifted.exp().sum(tuple(dims), keepdim=True)
     for axis in axes:
         total = convert(total, axis, P, state)
     return shifted, total, top
