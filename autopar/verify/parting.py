@@ -44,8 +44,9 @@ _Nodes: TypeAlias = list[tuple[str, str, str, bool]]  # node, value, layout, whe
 def record(trial: Trial, rank: int, outcome: Outcome, nodes: _Nodes) -> None:
     """Keep every value of the training graph on this rank, and every gradient, as far as the step gets."""
     module = build(trial, rank)
-    has_loss = module._signature.has_loss
-    compiled = module._graph(not has_loss)
+    mode = module.planned
+    has_loss = mode.signature.has_loss
+    compiled = mode.graph(not has_loss)
     assert isinstance(compiled.run, fx.GraphModule)
     recorder = _Recorder(compiled.run, outcome)
     nodes += [
@@ -53,7 +54,7 @@ def record(trial: Trial, rank: int, outcome: Outcome, nodes: _Nodes) -> None:
         for n in compiled.run.graph.nodes
         if n.op == "call_function" and "value" in n.meta  # emission noted it
     ]
-    module._compiled[not has_loss] = dataclasses.replace(compiled, run=recorder.run)
+    mode.compiled[not has_loss] = dataclasses.replace(compiled, run=recorder.run)
     if has_loss:
         module.forward_backward(trial.batch)
     else:
@@ -102,7 +103,7 @@ def parts_at(trial: Trial) -> str:
         if value in trial.bound.values and not gathered("values", node, value, text, False):
             return f"values part at {where(node, value)}"
     for node, value, _, _ in nodes:
-        if failed and not any(node in outcome.values for outcome, _ in ranks):
+        if failed and value in trial.bound.values and not any(node in outcome.values for outcome, _ in ranks):
             return f"no rank gets to {where(node, value)}"
     for node, value, text, is_call in reversed(nodes):
         if is_call and value in expected.gradients and not gathered("gradients", node, value, text, True):
