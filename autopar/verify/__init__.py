@@ -29,11 +29,13 @@ from autopar.runtime.module import ParallelModule
 from autopar.testing import run_local
 from autopar.verify.eager import check_eager
 from autopar.verify.numbering import number_values
+from autopar.verify.ranks import compare_ranks
 from autopar.verify.report import Finding, Report
-from autopar.verify.step import Outcome, Trial, check_step
+from autopar.verify.step import check_step
 from autopar.verify.subject import RankGraph, Ways, coordinates_that_matter, rank_graph
 from autopar.verify.traffic import check_traffic, planned, sent_by_plan
-from autopar.verify.types import Types, check_types, compare_ranks
+from autopar.verify.trial import Outcome, Trial
+from autopar.verify.types import Types, check_types
 from autopar.verify.widen import invented, wide_batch, wide_model, wide_program
 from autopar.verify.wire import REGATHERED
 

@@ -14,7 +14,7 @@ from autopar.passes.emit import RNG
 from autopar.program import split_batch
 from autopar.rules.analysis import Bound
 from autopar.verify.report import Finding
-from autopar.verify.step import Outcome, same
+from autopar.verify.trial import Outcome, same
 
 # relative to the largest entry of each tensor, by the narrowest type that the model computes in
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}

@@ -10,10 +10,8 @@ type.
 from __future__ import annotations
 
 import itertools
-import math
 import operator
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,26 +22,20 @@ from autopar.layout import (
     Layout,
     Mesh,
     Move,
-    P,
-    R,
     S,
     dual,
     format_layout,
-    format_state,
     forward_layout,
-    local_shape,
 )
 from autopar.passes.resolve import Resolved
-from autopar.program import OutputName, args_of, place
+from autopar.program import OutputName, args_of
 from autopar.rules.analysis import Operation
-from autopar.rules.derive import Choice, Strategy, apply, factor_size, splittable
-from autopar.rules.factors import Cut, dimension_cut, factor_cut
-from autopar.rules.notation import Algorithm
 from autopar.runtime.collectives import Step, convert
-from autopar.runtime.kernels.parts import AxisCut, Part
 from autopar.runtime.parameters import use
+from autopar.verify.fit import Fit
 from autopar.verify.moves import Mistyped, advance, as_move
-from autopar.verify.numbering import RESHAPE, Candidate, Numbering, arguments_by_name, tensors_of
+from autopar.verify.numbering import Numbering, tensors_of
+from autopar.verify.places import whereabouts
 from autopar.verify.report import Finding
 from autopar.verify.subject import RankGraph, mesh_text
 
@@ -73,7 +65,6 @@ class Types:
 
     values: dict[str, tuple[Outputs, ...]] = field(default_factory=dict)
     ops: dict[str, Operation] = field(default_factory=dict)
-    strategies: dict[str, Strategy] = field(default_factory=dict)
     moved: list[Moved] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
@@ -99,6 +90,10 @@ class _Checker:
     @property
     def mesh(self) -> Mesh:
         return self.resolved.mesh
+
+    @property
+    def fit(self) -> Fit:
+        return Fit(self.resolved.analysis, self.mesh, self.rank.at)
 
     def text(self, layout: Layout) -> str:
         return format_layout(layout, self.mesh.axes)
@@ -318,8 +313,10 @@ class _Checker:
 
             for candidate in self.numbering.look_up(node, number):
                 try:
-                    for outputs in self.strategies(node, candidate, reading):
-                        found[outputs] = None
+                    layouts = [reading[n][1] for n in tensors_of(node, candidate.op)]
+                    for strategy in self.fit.strategies(node, candidate.op, candidate.algorithm, layouts):
+                        self.types.ops[node.name] = candidate.op
+                        found[tuple(zip(candidate.outputs, strategy.outs, strict=True))] = None
                 except Mistyped as e:
                     error = error or e
                     self.types.ops.setdefault(node.name, candidate.op)
@@ -331,165 +328,6 @@ class _Checker:
             )
         return tuple(found)
 
-    def strategies(self, node: fx.Node, candidate: Candidate, reading: dict[fx.Node, Typed]) -> list[Outputs]:
-        """Layouts of the outputs that the rule gives for these inputs.  Raises Mistyped where there are none."""
-        op, sizes = candidate.op, self.mesh.sizes
-        layouts = [reading[n][1] for n in tensors_of(node, op)]
-        per_axis = [self.choices(op, candidate.algorithm, [lay[a] for lay in layouts], a) for a in range(len(sizes))]
-        out, error = [], None
-        for choices in itertools.product(*per_axis):
-            strategy = apply(op.type, choices, sizes)
-            try:
-                if strategy is None:
-                    raise Mistyped(
-                        "cuts of its inputs do not go together", "cuts that nest", ", ".join(map(str, choices))
-                    )
-                self.compare(op, strategy, layouts)
-                self.local_arguments(node, op, strategy, candidate.algorithm)
-            except Mistyped as e:
-                error = error or e
-                continue
-            self.types.ops[node.name], self.types.strategies[node.name] = op, strategy
-            out.append(tuple(zip(candidate.outputs, strategy.outs, strict=True)))
-        if not out:
-            raise error or Mistyped("no choice fits")
-        return out
-
-    def choices(self, op: Operation, algorithm: Algorithm | None, states: Sequence[Any], axis: int) -> list[Choice]:
-        """How the op can run on one axis, its inputs being in these states."""
-        rule, n, name = op.rule, self.mesh.sizes[axis], self.mesh.axes[axis]
-
-        def kind(factor: str) -> str:
-            return algorithm.name if algorithm is not None and factor in algorithm.splits else "split"
-
-        cuts: dict[Choice, int] = {}
-        for i, state in enumerate(states):
-            if isinstance(state, S):
-                hit = factor_cut(rule.ins[i], state, n, rule.sizes)
-                if hit is None:
-                    raise Mistyped(
-                        f"input {i} is cut on {name} across factors", "a cut of one factor", format_state(state)
-                    )
-                cuts.setdefault(Choice(kind(hit[0]), *hit), i)
-        if cuts:
-            choice, *others = cuts
-            if others:
-                raise Mistyped(
-                    f"inputs are cut apart on {name}",
-                    f"{choice} for all, as for input {cuts[choice]}",
-                    f"{others[0]} for input {cuts[others[0]]}",
-                )
-            if (choice.kind, choice.factor) not in splittable(rule):
-                raise Mistyped(
-                    f"an input is cut on {name} along a dimension that the op needs whole", "no cut", str(choice)
-                )
-            return [choice]
-        if P in states:
-            terms = []
-            for product in rule.form:
-                carriers = [i for i in product if states[i] == P]
-                if len(carriers) != 1:
-                    break
-                terms.append(carriers[0])
-            if not rule.form or len(terms) < len(rule.form):
-                raise Mistyped(
-                    f"a pending sum over {name} goes into an op that is not linear in it",
-                    f"linear: {rule.form or 'in nothing'}",
-                    self.states_text(states),
-                )
-            return [Choice(P, terms=tuple(terms))]
-        flows = {s for s, d in zip(states, op.type.differentiable_ins, strict=True) if d}
-        if len(flows) > 1:
-            raise Mistyped(
-                f"replicated and invariant inputs are mixed on {name}", "R, or I, for all", self.states_text(states)
-            )
-        if flows == {I}:
-            return [Choice(I)]
-        made = [f for f in rule.factors if not any(f in d for t in rule.ins for d in t) and f not in rule.whole]
-        choices = [Choice(R if flows else I)]
-        for factor in made:  # a dimension that the op makes is of any size that its arguments say
-            choices += [Choice(kind(factor), factor, cut) for cut in self.cuts(op, factor, axis)]
-        return choices
-
-    def cuts(self, op: Operation, factor: str, axis: int) -> list[Cut]:
-        """Candidate cuts of a factor that no input has: those that travel along the program, by themselves and inside
-        what other axes cut."""
-        others = [n for a, n in enumerate(self.mesh.sizes) if a != axis]
-        groups = {math.prod(some) for k in range(len(others) + 1) for some in itertools.combinations(others, k)}
-        size = op.rule.sizes[factor]
-        found: dict[Cut, None] = {}
-        for cut in self.resolved.analysis.factor_points(op)[factor]:
-            found[cut] = None
-            for outside in {c.m for c in self.resolved.analysis.factor_points(op)[factor]}:
-                for m in (outside * g for g in groups):
-                    if size % (m * cut.u) == 0:
-                        found[Cut(m, size // m // cut.u, cut.u)] = None
-        return list(found)
-
-    def states_text(self, states: Sequence[Any]) -> str:
-        return ", ".join(format_state(s) for s in states)
-
-    def compare(self, op: Operation, strategy: Strategy, layouts: Sequence[Layout]) -> None:
-        for i, (wanted, got) in enumerate(zip(strategy.ins, layouts, strict=True)):
-            if wanted != got:
-                raise Mistyped(
-                    f"input {i} ({op.inputs[i]}) is in a layout that does not go with the others",
-                    self.text(wanted),
-                    self.text(got),
-                )
-
-    def local_arguments(self, node: fx.Node, op: Operation, strategy: Strategy, algorithm: Algorithm | None) -> None:
-        """Sizes among the arguments are local, and parts say what this rank holds."""
-        sizes, at, given = self.mesh.sizes, self.rank.at, arguments_by_name(node, op)
-        if node.target is RESHAPE and op.rule.reshapes:
-            wanted = local_shape(op.type.out_shapes[0], strategy.outs[0], sizes, at)
-            if tuple(args_of(node)[1]) != wanted:
-                raise Mistyped("a reshape to another shape than the rank's", str(list(wanted)), str(args_of(node)[1]))
-            return
-
-        def rows(names: Sequence[str]) -> int:
-            out = 1
-            for f in names:
-                out *= factor_size(op.rule, strategy, f, sizes, at)
-            return out
-
-        for name, dims in op.rule.size_args.items():
-            expected: Any = rows(dims) if dims and isinstance(dims[0], str) else [rows(d) for d in dims]
-            got = given.get(name)
-            if (list(got) if isinstance(got, (list, tuple)) else got) != expected:
-                raise Mistyped(f"argument {name} is not this rank's size", str(expected), str(got))
-        for name, dims in op.rule.part_args.items():
-            self.same_parts(name, [self.part(op, strategy, d) for d in dims], list(given.get(name) or ()))
-        if algorithm is not None:
-            splits = [f for f in algorithm.splits if f in op.rule.sizes]
-            splits += [op.rule.images[f] for f in splits if f in op.rule.images]
-            parts = given.get("parts") or {}
-            self.same_parts("parts", [self.part(op, strategy, (f,)) for f in splits], [parts.get(f) for f in splits])
-
-    def same_parts(self, name: str, expected: Sequence[Part], got: Sequence[Any]) -> None:
-        def text(part: Any) -> str:
-            if part is None:
-                return "nothing"
-            return f"{part.size} rows" + "".join(f", {c.axis} cuts {(c.m, c.N, c.u)}" for c in part.cuts)
-
-        if list(map(text, expected)) != list(map(text, got)):
-            raise Mistyped(
-                f"argument {name} does not say what this rank holds",
-                "; ".join(map(text, expected)),
-                "; ".join(map(text, got)),
-            )
-
-    def part(self, op: Operation, strategy: Strategy, names: Sequence[str]) -> Part:
-        """What this rank holds of a dimension of these factors; axes by name."""
-        cuts = []
-        for factor in names:
-            for axis, cut in strategy.cuts(factor):
-                image = dimension_cut((tuple(names),), factor, cut, op.rule.sizes)
-                assert image is not None  # the factor is among the names
-                cuts.append(AxisCut(self.mesh.axes[axis], *image[1:]))  # type: ignore[arg-type]
-        whole = math.prod(op.rule.sizes.get(f, 1) for f in names)
-        return Part(whole, tuple(sorted(cuts, key=lambda c: c.m)))
-
     # ------------------------------------------------------------------------------------------ findings
 
     def finding(self, error: Mistyped, where: str) -> Finding:
@@ -497,59 +335,4 @@ class _Checker:
         return Finding("types", error.what, f"{where} ({rank})", error.expected, error.got)
 
     def where(self, node: fx.Node) -> str:
-        return _where(node, self.types.ops)
-
-
-def _where(node: fx.Node, ops: Mapping[str, Operation]) -> str:
-    """Module path and source line: of the op that the node is, else of those that it lies between."""
-    if node.name in ops:
-        return f"{node.name}, {place(ops[node.name].node)}"
-    before = _nearest(node, lambda n: n.all_input_nodes, lambda n: n.name in ops)
-    after = _nearest(node, lambda n: list(n.users), lambda n: bool(n.meta.get("where")))
-    text = [node.name]
-    if after is not None:
-        text.append(f"in or before {after.meta['where']}")
-    if before is not None:
-        text.append(f"after {before.name} of {place(ops[before.name].node)}")
-    return ", ".join(text)
-
-
-def _nearest(
-    node: fx.Node, beside: Callable[[fx.Node], Sequence[fx.Node]], wanted: Callable[[fx.Node], bool]
-) -> fx.Node | None:
-    """The first node, by distance from ``node``, that is wanted."""
-    queue, seen = deque([node]), {node}
-    while queue:
-        known = queue.popleft()
-        if wanted(known):
-            return known
-        new = [n for n in beside(known) if n not in seen]
-        queue.extend(new)
-        seen.update(new)
-    return None
-
-
-def compare_ranks(resolved: Resolved, graphs: Sequence[RankGraph], types: Sequence[Types]) -> list[Finding]:
-    """Ranks run the same calls in the same order, on the same values in the same layouts: else they would wait for each
-    other, or mix parts of different cuts."""
-    for graph, found in zip(graphs[1:], types[1:], strict=True):
-        pairs = itertools.zip_longest(graphs[0].graph.nodes, graph.graph.nodes)
-        for mine, theirs in pairs:
-            if mine is None or theirs is None or mine.op != theirs.op or mine.target != theirs.target:
-                what, expected, got = "ranks run other calls", str(mine), str(theirs)
-            elif set(found.values.get(theirs.name, ())).isdisjoint(types[0].values.get(mine.name, ())) and (
-                mine.name in types[0].values and theirs.name in found.values
-            ):
-                what = "ranks hold one value in different layouts"
-                expected, got = (_reading(resolved, t, n) for t, n in ((types[0], mine), (found, theirs)))
-            else:
-                continue
-            where = _where(mine or theirs, types[0].ops if mine is not None else found.ops)
-            return [Finding("types", what, f"{where} ({mesh_text(resolved.mesh, graph.at)})", expected, got)]
-    return []
-
-
-def _reading(resolved: Resolved, types: Types, node: fx.Node) -> str:
-    """Values and layouts of a node, as a person reads them."""
-    first = types.values[node.name][0]
-    return ", ".join(f"value {number} in {format_layout(layout, resolved.mesh.axes)}" for number, layout in first)
+        return whereabouts(node, self.types.ops)

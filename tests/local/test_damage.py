@@ -21,11 +21,13 @@ from autopar.passes.resolve import Resolved, resolve
 from autopar.plan import Plan
 from autopar.testing import run_local
 from autopar.verify.numbering import Numbering, number_values
+from autopar.verify.ranks import compare_ranks
 from autopar.verify.report import Finding
-from autopar.verify.step import Outcome, Trial, check_step, install, run_unsplit
+from autopar.verify.step import check_step
 from autopar.verify.subject import rank_graph
 from autopar.verify.traffic import check_traffic
-from autopar.verify.types import check_types, compare_ranks
+from autopar.verify.trial import Outcome, Trial, install, run_unsplit
+from autopar.verify.types import check_types
 from autopar.verify.widen import wide_model
 
 COLUMNS = ("damages", "change a result", "types", "collectives", "either", "named", "step", "missed", "change nothing")

@@ -28,10 +28,11 @@ from autopar.solver.search import Search
 from autopar.testing import run_local
 from autopar.verify import check_graphs
 from autopar.verify.moves import Mistyped, advance, shard_of
+from autopar.verify.parting import assemble
 from autopar.verify.report import Finding, Report
-from autopar.verify.step import assemble, install
 from autopar.verify.subject import rank_graph
 from autopar.verify.traffic import planned
+from autopar.verify.trial import install
 
 MESHES: dict[str, dict[str, int]] = {"2": {"x": 2}, "3": {"x": 3}, "2x2": {"x": 2, "y": 2}}
 
