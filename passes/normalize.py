@@ -153,7 +153,8 @@ def slices_to_splits(program: Program) -> None:
         first = min((n for nodes in family.values() for n in nodes), key=order.__getitem__)
         with graph.inserting_before(first):
             widths = [stop - start for start, stop in pieces]
-            split = new_node(graph, aten.split_with_sizes.default, (x, widths, dim), like=first)
+            whole = args_of(first)[0]  # x, or what x has become as a piece itself
+            split = new_node(graph, aten.split_with_sizes.default, (whole, widths, dim), like=first)
             items = [new_node(graph, operator.getitem, (split, k), like=first) for k in range(len(pieces))]
         for piece, item in zip(pieces, items, strict=True):
             for node in family[piece]:

@@ -8,7 +8,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-SECONDS, BYTES = 300, 10 << 30
+SECONDS, BYTES = 600, 10 << 30
 
 
 def work(name: str, pipe: Connection) -> None:

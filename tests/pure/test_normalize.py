@@ -165,6 +165,26 @@ REWRITES: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], dict[str, Tens
             "mul = mul.Tensor(cat, w)",
         ],
     ),
+    "slices of slices are splits of splits": (
+        lambda x, w, table: (
+            torch.cat([s[..., k:j] for s in (x[..., 2:], x[..., :2]) for k, j in ((1, 9), (0, 1))], -1) * w
+        ),
+        (),
+        {"x": X},
+        [
+            "split_with_sizes_default = split_with_sizes(x, [2, 3], 2)",
+            "getitem = operator.getitem(split_with_sizes_default, 0)",
+            "getitem_1 = operator.getitem(split_with_sizes_default, 1)",
+            "split_with_sizes_default_1 = split_with_sizes(getitem_1, [1, 2], 2)",
+            "getitem_2 = operator.getitem(split_with_sizes_default_1, 0)",
+            "getitem_3 = operator.getitem(split_with_sizes_default_1, 1)",
+            "split_with_sizes_default_2 = split_with_sizes(getitem, [1, 1], 2)",
+            "getitem_4 = operator.getitem(split_with_sizes_default_2, 0)",
+            "getitem_5 = operator.getitem(split_with_sizes_default_2, 1)",
+            "cat = cat([getitem_3, getitem_2, getitem_5, getitem_4], -1)",
+            "mul = mul.Tensor(cat, w)",
+        ],
+    ),
     "an op that torch makes of others is taken apart": (
         lambda x, w, table: (x * w).diff(dim=1),
         (),
