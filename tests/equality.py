@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -30,7 +31,7 @@ from autopar.solver.sample import random_decisions
 from autopar.testing import run_local
 
 STEPS, LEARNING_RATE = 3, 1e-2
-RTOL, ATOL, NOISE = 1e-10, 1e-12, 1e-15
+RTOL, ATOL, NOISE, EPS = 1e-10, 1e-12, 1e-15, 1e-8
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,8 @@ def wide_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 # torch has no derivative of what it makes of ``x[:] = y``
 _DIFFERENTIABLE: dict[Any, Callable[..., Tensor]] = {
-    torch.ops.aten.copy.default: lambda x, y, non_blocking=False: y.to(x.dtype).expand(x.shape)
+    torch.ops.aten.copy.default: lambda x, y, non_blocking=False: y.to(x.dtype).expand(x.shape),
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,  # some real ops lay values out unlike fake ones
 }
 
 
@@ -134,7 +136,7 @@ class Eager:
         return outputs[0], outputs[1:]
 
 
-def train_eagerly(eager: Eager, batch: Mapping[str, Tensor]) -> Run:
+def train_eagerly(eager: Eager, batch: Mapping[str, Tensor], eps: float = EPS) -> Run:
     """As `train`, in plain torch."""
     with torch.no_grad():
         outputs = eager(batch)[1]
@@ -142,7 +144,7 @@ def train_eagerly(eager: Eager, batch: Mapping[str, Tensor]) -> Run:
     eager(batch)[0].backward()
     gradients = {n: _gradient(eager.parameters[n]) for n in eager.names}
     norm = torch.nn.utils.get_total_norm(list(gradients.values()))
-    optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE)
+    optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE, eps=eps)
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -161,21 +163,23 @@ def _gradient(parameter: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------ by a plan
 
 
-def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=LEARNING_RATE)
+def adamw(parameters: Iterable[nn.Parameter], eps: float = EPS) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, eps=eps)
 
 
-def train(module: ParallelModule, batch: Mapping[str, Tensor], on_dtensors: bool = False) -> Run:
+def train(module: ParallelModule, batch: Mapping[str, Tensor], on_dtensors: bool = False, eps: float = EPS) -> Run:
     """Outputs, then gradients, then three AdamW steps; everything gathered under its original name.
 
     on_dtensors: torch's own AdamW over the module's DTensors; else over local shards, which is ten times faster.
+    eps: of AdamW; where it is large, the rounding of gradients that are zero does not grow.
     """
     with torch.no_grad():
         outputs = [x for x in pytree.tree_leaves(module(**batch)) if isinstance(x, Tensor)]
     module.forward_backward(batch)
     gradients, norm = module.full_gradients(), total_norm(module)
     module.zero_grad()
-    engine = Engine(module, adamw(module.parameters()) if on_dtensors else adamw)
+    optimizer = partial(adamw, eps=eps)
+    engine = Engine(module, optimizer(module.parameters()) if on_dtensors else optimizer)
     losses = torch.stack([engine.step(batch) for _ in range(STEPS)])
     return Run(outputs, losses, gradients, norm, module.full_state_dict())
 
@@ -187,11 +191,11 @@ def widened(case: Case) -> tuple[ExportedProgram, Callable[[], Bound]]:
     return exported, lambda: bind_program(normalize(from_exported(exported, case.model), wide_buffers(case.model)))
 
 
-def prepare(case: Case, exact: bool = True) -> Prepared:
+def prepare(case: Case, exact: bool = True, eps: float = EPS) -> Prepared:
     """Capture in float64 throughout.  exact: the reference is `Eager`; else our own module on one rank (dropout)."""
     exported, bind = widened(case)
     if exact:
-        reference = train_eagerly(Eager(exported, case.model), case.batch)
+        reference = train_eagerly(Eager(exported, case.model), case.batch, eps)
         return Prepared(case, bind(), reference)
     bound = bind()
     return Prepared(case, bound, train(api.build(case.model, bound, sample(bound, ())), case.batch))

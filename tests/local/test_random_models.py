@@ -14,14 +14,15 @@ from generator import Genome, Layer, build, generate, shrink
 
 MESHES = ((2,), (3,), (4,), (2, 2), (3, 2), (2, 2, 2))
 PLANS = 8  # of each model
+EPS = 1e-3  # of AdamW: a gradient that is zero but for rounding, as before a batch norm, stays nearly so
 
 
 def failure(genome: Genome, sizes: tuple[int, ...], seeds: list[int]) -> BaseException | None:
     """What goes wrong with the first of these plans that does."""
-    prepared = prepare(build(genome))
+    prepared = prepare(build(genome), eps=EPS)
     for seed in seeds:
         try:
-            assert_equals_one_process(prepared, sample(prepared.bound, sizes, seed), f"seed {seed}")
+            assert_equals_one_process(prepared, sample(prepared.bound, sizes, seed), f"seed {seed}", eps=EPS)
         except Exception as error:
             return error
     return None
