@@ -27,7 +27,8 @@ from autopar.program import Program, fingerprint
 from autopar.rules.analysis import Bound, bind_program
 from autopar.rules.registry import rules_fingerprint
 from autopar.runtime.dtensor import runtime_axes, steps
-from autopar.runtime.module import Compiled, Mode, ParallelModule, Signature, Weight
+from autopar.runtime.mode import Compiled, Mode, Signature
+from autopar.runtime.module import ParallelModule, Weight
 from autopar.solver.ilp import solve
 from autopar.solver.sample import random_decisions
 from autopar.solver.search import Search

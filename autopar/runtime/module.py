@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from autopar.runtime.bundles import move_along, move_together
 from autopar.runtime.collectives import Axis, Step
 from autopar.runtime.dtensor import local_of, runtime_axes, steps, take_local, wrap, wrap_like
 from autopar.runtime.kernels.dropout import step_key
+from autopar.runtime.mode import Mode, check_leaves
 from autopar.runtime.parameters import Gradients
 
 
@@ -37,51 +38,6 @@ class Weight:
     gather: tuple[Step, ...]
     final: tuple[Step, ...]
     requires_grad: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Compiled:
-    """One emitted graph: ``run(*values)`` returns (loss, output leaves, new buffers)."""
-
-    run: Callable[..., Any]
-    inputs: tuple[tuple[str, str], ...]  # (kind, name) of each placeholder
-    uses: Mapping[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """What the module is called with and returns."""
-
-    flatten: Callable[[tuple[Any, ...], dict[str, Any]], list[Any]]  # a batch's leaves; raises for another structure
-    leaf_of: Mapping[str, int]  # input placeholder -> leaf
-    shapes: Mapping[str, tuple[Shape, torch.dtype]]
-    literals: Mapping[int, Any]
-    out_spec: Any
-    mutations: tuple[str, ...]  # original buffer names, in the order in which the graph returns them
-    buffer_of: Mapping[str, str]  # buffer placeholder -> original name
-    weight_of: Mapping[str, str]  # parameter placeholder -> its main name
-    has_loss: bool
-
-
-@dataclass(slots=True)
-class Mode:
-    """The program of training, or of evaluation, and what was made of it.
-
-    make_constants: from the buffers by name.  compile_graph(whether outputs are wanted).  made_from: the buffers that
-    ``constants`` follow from, as they were.
-    """
-
-    signature: Signature
-    make_constants: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
-    compile_graph: Callable[[bool], Compiled]
-    compiled: dict[bool, Compiled] = field(default_factory=dict)
-    constants: dict[str, Tensor] = field(default_factory=dict)
-    made_from: list[tuple[int, int]] | None = None
-
-    def graph(self, outputs: bool) -> Compiled:
-        if outputs not in self.compiled:
-            self.compiled[outputs] = self.compile_graph(outputs)
-        return self.compiled[outputs]
 
 
 class ParallelModule(nn.Module):
@@ -225,7 +181,7 @@ class ParallelModule(nn.Module):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: bool) -> tuple[Any, list[Any]]:
         mode = self._mode
         leaves = mode.signature.flatten(args, kwargs)
-        self._check(mode.signature, leaves)
+        check_leaves(mode.signature, leaves)
         compiled = mode.graph(outputs)
         rng = None
         if self.training:
@@ -260,36 +216,6 @@ class ParallelModule(nn.Module):
         if kind == "axis":
             return self._axes[name]
         return rng if kind == "rng" else self._gradients
-
-    @staticmethod
-    def _check(signature: Signature, leaves: list[Any]) -> None:
-        for name, (shape, dtype) in signature.shapes.items():
-            value = leaves[signature.leaf_of[name]]
-            if not isinstance(value, Tensor) or tuple(value.shape) != shape or value.dtype != dtype:
-                got = f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else repr(value)
-                raise RuntimeMismatch(
-                    "an input differs from the example batch",
-                    where=name,
-                    expected=f"{list(shape)} {dtype}",
-                    got=got,
-                    hint="plan again with example_inputs of this size",
-                )
-            if value.requires_grad:
-                raise RuntimeMismatch(
-                    "gradients of inputs are not computed",
-                    where=name,
-                    expected="an input without requires_grad",
-                    got="requires_grad",
-                    hint="detach it, or make it a parameter of the model",
-                )
-        for leaf, literal in signature.literals.items():
-            if leaves[leaf] != literal:
-                raise RuntimeMismatch(
-                    "an argument that was captured as a constant has another value",
-                    expected=repr(literal),
-                    got=repr(leaves[leaf]),
-                    hint="plan again with this value",
-                )
 
     def _hold(self) -> None:
         """Every weight in the layout in which the step holds it, as a leaf of the graph; moved anew after an update."""

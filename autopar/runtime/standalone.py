@@ -20,7 +20,8 @@ from autopar.plan import parse_move
 from autopar.runtime.collectives import Axis
 from autopar.runtime.dtensor import runtime_axes, steps
 from autopar.runtime.engine import Engine
-from autopar.runtime.module import Compiled, Mode, ParallelModule, Signature, Weight
+from autopar.runtime.mode import Compiled, Mode, Signature
+from autopar.runtime.module import ParallelModule, Weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ from autopar.rules.analysis import Bound
 from autopar.runtime.collectives import Step
 from autopar.runtime.kernels.dropout import step_key
 from autopar.runtime.kernels.parts import Part
-from autopar.runtime.module import Compiled, ParallelModule
+from autopar.runtime.mode import Compiled
+from autopar.runtime.module import ParallelModule
 from autopar.verify.subject import RankGraph
 
 RTOL, ATOL = 1e-9, 1e-11
