@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 from autopar.errors import AutoparError
 from autopar.rules.registry import _COMPUTED, _DEFINITIONS
 from autopar.runtime.kernels.attention import attention
-from autopar.runtime.kernels.dropout import dropout
+from autopar.runtime.kernels.dropout import dropout, random_normal, random_uniform
 from autopar.runtime.kernels.loss import cross_entropy_count, cross_entropy_sum
-from autopar.runtime.kernels.norm import batch_norm
+from autopar.runtime.kernels.norm import batch_norm, instance_norm
 from autopar.runtime.kernels.parts import Part
 
 aten = torch.ops.aten
@@ -193,6 +193,8 @@ def more() -> list[Sample]:
     gates = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
     complex_rows = torch.view_as_complex(randn(5, 6, 2))
 
+    statistics, drawn = (buffer(randn(3)), buffer(randn(3).abs())), (random_normal, random_uniform)
+
     def resized(x: Tensor, mode: str, **more: Any) -> Sample:
         return Sample(F.interpolate, (x, [n + 2 for n in x.shape[2:]]), {"mode": mode, **more})
 
@@ -223,13 +225,21 @@ def more() -> list[Sample]:
         Sample(F.nll_loss, (randn(5, 7), targets), {"reduction": "none"}),
         Sample(F.multi_margin_loss, (randn(5, 7), targets), {"reduction": "none"}),
         Sample(F.multi_margin_loss, (randn(5, 7), targets)),
-        Sample(F.soft_margin_loss, (x, torch.sign(randn(5, 6)))),
+        Sample(F.soft_margin_loss, (x, buffer(torch.sign(randn(5, 6))))),
         *(recurrent(kind) for kind in gates),
         *(Sample(pool, (x[:, :, None].expand(5, 6, 6), 2), {"return_indices": True}) for pool in (F.max_pool1d,)),
         Sample(F.max_pool2d, (image, 2), {"return_indices": True}),
         Sample(F.max_pool2d, (image, 3), {"stride": 1, "padding": 1}),
         Sample(F.max_pool3d, (box, 2), {"return_indices": True}),
-        Sample(torch.native_channel_shuffle, (randn(5, 6, 2, 3), 3)),
+        Sample(F.max_pool1d, (line, 2)),
+        Sample(F.max_pool3d, (randn(2, 3, 4, 4, 4), 2)),
+        Sample(F.multilabel_margin_loss, (randn(5, 4), torch.tensor([[2, 0, -1, 1]] * 5)), {"reduction": "none"}),
+        Sample(torch.prod, (x, 1)),
+        Sample(torch.squeeze, (randn(5, 1, 6), 1)),
+        *(Sample(kind, ([5, 6], torch.float64, x.device, KEY, 1), {"dims": [Part(5), Part(6)]}) for kind in drawn),
+        Sample(instance_norm, (line, randn(3), randn(3), *statistics, 0.1, 1e-5, KEY)),
+        Sample(instance_norm, (line, randn(3), randn(3), *statistics, 0.1, 1e-5, None)),
+        Sample(torch.channel_shuffle, (randn(5, 6, 2, 3), 3)),
         Sample(F.batch_norm, (line, None, None, randn(3), randn(3), True)),
         Sample(F.batch_norm, (line, buffer(randn(3)), buffer(randn(3).abs()), randn(3), randn(3), False)),
         Sample(F.group_norm, (randn(5, 6, 3), 2, randn(6), randn(6))),
@@ -240,6 +250,9 @@ def more() -> list[Sample]:
         *(Sample(torch.index_put, (x, (rows,), randn(4, 6), how)) for how in (True,)),
         Sample(aten._unsafe_index.Tensor, (x, [rows, None])),
         Sample(aten._unsafe_index_put.default, (x, [rows, None], randn(4, 6), True)),
+        *(Sample(torch.index_select, (x, d, rows)) for d in (0, 1)),
+        Sample(torch.masked_fill, (x, mask, torch.tensor(2.5, dtype=torch.float64))),
+        Sample(F.one_hot, (torch.tensor([[2, 7, 9], [0, 5, 7]]), 11)),
         Sample(torch.index_fill, (x, 1, columns[:, 0], torch.tensor(2.5, dtype=torch.float64))),
         Sample(torch.scatter, (x, 1, columns, 2.5)),
         Sample(torch.slice_scatter, (x, randn(2, 6), 0, 1, 3)),
@@ -274,8 +287,18 @@ def alike() -> list[Sample]:
             (torch.sort,),
         )
     ]
+    scale, shift, mean, variance = randn(4), randn(4), torch.nn.Buffer(randn(4)), torch.nn.Buffer(randn(4).abs())
+    drawn = (random_normal, random_uniform)
     return [
         *along,
+        Sample(F.batch_norm, (cube, None, None, scale, shift, True)),
+        Sample(F.batch_norm, (cube, mean, variance, scale, shift, False)),
+        Sample(instance_norm, (cube, scale, shift, mean, variance, 0.1, 1e-5, KEY)),
+        Sample(F.group_norm, (cube, 2, scale, shift)),
+        Sample(F.group_norm, (randn(2, 4, 2), 2, scale, shift)),
+        Sample(F.prelu, (cube, scale)),
+        Sample(torch.prod, (x, 1)),
+        *(Sample(kind, ([4, 4], torch.float64, x.device, KEY, 1), {"dims": [Part(4)] * 2}) for kind in drawn),
         *(Sample(torch.sort, (cube,), {"dim": d, "stable": True}) for d in (0, 1)),
         *(Sample(torch.scatter_reduce, (x, d, places, randn(4, 4), "sum")) for d in (0, 1)),
         *(Sample(torch.topk, (y, 4, d)) for y, d in ((randn(4, 8), 1), (randn(8, 4), 0))),
@@ -326,7 +349,12 @@ def alike() -> list[Sample]:
         *(Sample(torch.roll, (y, 4, d)) for y, d in ((randn(8, 4), 0), (randn(4, 8), 1))),
         Sample(F.unfold, (four, (2, 2)), {"stride": 2}),
         Sample(F.fold, (randn(4, 16, 4), (4, 4), (2, 2)), {"stride": 2}),
-        Sample(F.embedding_bag, (places, x), {"mode": "sum"}),
+        *(Sample(F.embedding_bag, (places, y), {"mode": "max"}) for y in (x, randn(10, 4), randn(4, 4))),
+        *(Sample(torch.index_select, (y, d, rows)) for y in (x, cube) for d in (0, 1)),
+        Sample(torch.masked_fill, (x, mask, torch.tensor(2.5, dtype=torch.float64))),
+        Sample(F.one_hot, (places, 4)),
+        Sample(aten._unsafe_index.Tensor, (cube, [None, rows[:, None], rows])),
+        Sample(lambda x, i, j: x[:, i, j], (cube, rows[:, None], rows)),
         Sample(torch.Tensor.floor_divide, (places, places + 1)),
     ]
 
@@ -391,12 +419,12 @@ def table() -> list[str]:
 
 @functools.cache
 def written_calls() -> dict[str, list[Call]]:
-    found: dict[str, list[Call]] = {}
+    found: dict[str, dict[str, Call]] = {}
     for sample in all_written():
-        with contextlib.suppress(AutoparError):
+        with contextlib.suppress(AutoparError):  # of an op without a rule: nothing to prove
             for call in captured(*sample).calls:
-                found.setdefault(call.name, []).append(call)
-    return found
+                found.setdefault(call.name, {})[call.key] = call
+    return {op: list(calls.values()) for op, calls in found.items()}
 
 
 def calls_of(op: str, limit: int = 3) -> list[Call]:

@@ -23,11 +23,11 @@ def test_every_rule_is_proven(op: str) -> None:
     calls = calls_of(op, 0)
     assert calls, f"no sample reaches {op}: write one in tests/samples.py"
     rng = random.Random(op)
-    for call in rng.sample(calls, min(len(calls), 4)):
+    for call in rng.sample(calls, min(len(calls), 3)):
         prove_call(call, rng.sample(MESHES, 2)).check()
 
 
-@pytest.mark.parametrize("op", random.Random(0).sample(RULES, 15))
+@pytest.mark.parametrize("op", random.Random(0).sample(RULES, 12))
 def test_a_broken_rule_is_caught(op: str) -> None:
     for verdict in verdicts(calls_of(op, 1)).values():
         known = (verdict.rule, verdict.mutant) in RIGHT_BUT_NOT_OFFERED
