@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from calls import captured
 from mutants import RIGHT_BUT_NOT_OFFERED, verdicts, with_rule
-from proving import prove, prove_call
+from proving import prove, prove_call, strategies_of
 from samples import calls_of, opinfo, table
+
+from autopar.layout import P
 
 RULES = table()
 MESHES = [(2,), (3,), (4,), (2, 2)]
@@ -65,6 +67,19 @@ def test_a_proof_sees_a_rank_that_is_cut_off_from_the_graph() -> None:
     call = captured(F.scaled_dot_product_attention, (x, x, x, scores)).calls[0]
     broken = replace(call, bound=with_rule(call, replace(call.op.rule, filled=False)))
     assert any("gradient 3 is missing on rank" in w for w in prove_call(broken, [(4,)]).wrong)
+
+
+def test_truth_values_are_no_terms_of_a_sum() -> None:
+    """Two ranks that say true are not more true than one."""
+    marks, places = torch.zeros(5, 6, dtype=torch.bool), torch.tensor([[0, 2, 2], [1, 1, 5]])
+    call = captured(torch.scatter_add, (marks, 1, places, torch.ones(2, 3, dtype=torch.bool))).calls[0]
+    assert not [s for s in strategies_of(call.op, (2,)) if (P,) in (*s.ins, *s.outs)]
+    prove_call(call).check()
+
+
+def test_what_torch_composes_with_a_check_inside_is_refused() -> None:
+    x = torch.eye(3, dtype=torch.float64) + 1
+    assert captured(torch.linalg.cholesky, (x,)).refused
 
 
 @pytest.mark.slow
