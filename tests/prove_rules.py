@@ -22,7 +22,7 @@ from samples import all_written, opinfo, table
 from autopar.errors import AutoparError
 
 MESHES = ((2,), (3,), (4,), (2, 2))
-MUTATED = 40  # calls of an op on which its broken rules are tried
+MUTATED = 24  # calls of an op on which its broken rules are tried
 
 
 @dataclass(slots=True)
