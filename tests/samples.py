@@ -44,8 +44,9 @@ def opinfo(names: Sequence[str] = (), limit: int = 10) -> Iterator[tuple[str, Sa
 
 
 def table() -> list[str]:
-    """Every op with a rule of its own; that of pointwise ops is for all with torch's tag."""
-    return sorted({*_DEFINITIONS, *_COMPUTED} - {"pointwise"})
+    """Every op with a rule of its own; that of pointwise ops is for all with torch's tag; libraries may be absent."""
+    rules = {*_DEFINITIONS, *_COMPUTED} - {"pointwise"}
+    return sorted(r for r in rules if r.startswith(("aten.", "autopar.")))
 
 
 @functools.cache

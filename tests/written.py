@@ -184,6 +184,7 @@ def more() -> list[Sample]:
     gates = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
     complex_rows = torch.view_as_complex(randn(5, 6, 2))
 
+    ends = torch.tensor([3, 5, 8], dtype=torch.int32)
     statistics, drawn = (buffer(randn(3)), buffer(randn(3).abs())), (random_normal, random_uniform)
 
     def resized(x: Tensor, mode: str, **more: Any) -> Sample:
@@ -230,6 +231,7 @@ def more() -> list[Sample]:
         *(Sample(kind, ([5, 6], torch.float64, x.device, KEY, 1), {"dims": [Part(5), Part(6)]}) for kind in drawn),
         Sample(instance_norm, (line, randn(3), randn(3), *statistics, 0.1, 1e-5, KEY)),
         Sample(instance_norm, (line, randn(3), randn(3), *statistics, 0.1, 1e-5, None)),
+        Sample(aten._grouped_mm.default, (randn(8, 16).float(), randn(3, 16, 24).float(), ends)),
         Sample(torch.channel_shuffle, (randn(5, 6, 2, 3), 3)),
         Sample(F.batch_norm, (line, None, None, randn(3), randn(3), True)),
         Sample(F.batch_norm, (line, buffer(randn(3)), buffer(randn(3).abs()), randn(3), randn(3), False)),
