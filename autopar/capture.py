@@ -187,7 +187,10 @@ def export(model: nn.Module, example: Any, loss_fn: LossFn | None = None) -> tor
 
 
 class _Distinct:
-    """Copies a tensor that stands twice in a batch (labels that are the ids): export would make the two one input."""
+    """Copies a tensor that stands twice in a batch (labels that are the ids), or is a view (labels cut from the ids).
+
+    Export would make two that are one a single input, and would take the size of a view's base for unknown.
+    """
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
@@ -195,7 +198,7 @@ class _Distinct:
     def __call__(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        if id(leaf) in self._seen:
+        if id(leaf) in self._seen or leaf._is_view():
             return leaf.clone()
         self._seen.add(id(leaf))
         return leaf

@@ -93,5 +93,11 @@ def _body(node: fx.Node) -> fx.Graph | None:
         return None
     finally:
         mode.allow_non_fake_inputs = before
-    strange = watch.hidden or any(n.op == "get_attr" or n.target is node.target or is_random(n) for n in body.nodes)
+    strange = watch.hidden or any(
+        n.op == "get_attr"
+        or n.target is node.target
+        or is_random(n)
+        or (n.op == "call_function" and "val" not in n.meta)  # a check that raises or returns nothing
+        for n in body.nodes
+    )
     return None if strange else body

@@ -128,6 +128,7 @@ RIGHT_BUT_NOT_OFFERED = {
             ("index_put.default", "linear in all together"),
             ("index_fill.int_Tensor", "linear in all together"),
             ("scatter.src", "linear in all together"),
+            ("scatter_reduce.two", "linear in all together"),
         )
     },
     ("aten.bucketize.Tensor", "n is not whole"): "counts of smaller boundaries add up; boundaries are few",
@@ -181,20 +182,24 @@ def _trial(call: Call, name: str, broken: Rule, parts: Parts, proven: dict[Sizes
         same = same and offered == known
     if right:
         return "survived", "; ".join(right[:3])
-    reason = _why_less(call.op.rule, broken, name)
+    reason = _why_less(call, broken, name)
     if reason:
         return "equivalent", reason
     return ("renamed", "it offers the same under other names") if same else ("idle", "")
 
 
-def _why_less(rule: Rule, broken: Rule, name: str) -> str:
+def _why_less(call: Call, broken: Rule, name: str) -> str:
     """Why a mutant offers no more than the rule, whatever the shapes."""
+    rule, floating = call.op.rule, call.op.type.floating_ins
     if re.search(r"is whole$|^not linear$|^no ", name) or not {*rule.factors} <= {*broken.factors}:
         return "it only offers less"
     fixed = rule.whole - {f for a in rule.algorithms for f in a.splits}
     named = re.match(r"\(?([\w' ]+?)\)? (is not in|swapped|turned)", name)
     if named and set(named[1].replace(" and ", " ").split()) <= fixed:
         return "these factors are not split in any case"
+    factors = re.match(r"product (\d+) is a sum", name)
+    if factors and not all(floating[i] for i in rule.form[int(factors[1])]):
+        return "whole numbers carry no sum"
     if name.endswith("is no sum"):
         return "what a factor of no output is, define() asks: strategies follow from the signature"
     return ""

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from calls import Call, captured
 from mutants import RIGHT_BUT_NOT_OFFERED, Verdict, verdicts
 from proving import prove_call
-from samples import all_written, opinfo, table
+from samples import opinfo, table
+from written import all_written
 
 from autopar.errors import AutoparError
 

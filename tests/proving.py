@@ -101,11 +101,11 @@ def cases_of(bound: Bound, sizes: Sizes) -> Iterator[Case]:
     """Every strategy as the emitter writes it; a view's as an op and, where it can be, as a relabelling."""
     mesh, op = mesh_of(sizes), bound.operations[0]
     plain = Analysis(bound.program, sizes, (op,), bound.values, {}, bound.points)
-    view = View(op.outputs[0], op.inputs[0] if op.inputs else "", op.node, op.rule)
-    relabelled = replace(plain, operations=(), views={view.name: view}) if op.rule.view else None
+    view = View(op.outputs[0], op.inputs[0], op.node, op.rule) if op.rule.view else None
+    relabelled = replace(plain, operations=(), views={view.name: view}) if view is not None else None
     for strategy in strategies_of(op, sizes):
         yield Case(strategy, mesh, tuple(_emitted(plain, op, strategy, mesh, at) for at in mesh.all_coordinates()))
-        if relabelled is not None and relabelled.to_root(view.name, strategy.outs[0]) == strategy.ins[0]:
+        if relabelled is not None and relabelled.to_root(op.outputs[0], strategy.outs[0]) == strategy.ins[0]:
             ranks = mesh.all_coordinates()
             yield Case(strategy, mesh, tuple(_emitted(relabelled, op, strategy, mesh, at) for at in ranks))
 

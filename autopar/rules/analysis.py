@@ -150,6 +150,7 @@ def bind_program(program: Program) -> Bound:
             tuple(flows),
             tuple(values[o].differentiable for o in outputs),
             tuple(is_continuous(dtype_of(v)) for v in inputs),
+            tuple(d is torch.bool for d in (*map(dtype_of, inputs), *(m.dtype for m in metas))),
         )
         operations.append(Operation(node.name, node, op_type, tuple(v.name for v in inputs), tuple(outputs)))
     shapes = {v.name: v.shape for v in values.values()}

@@ -93,6 +93,7 @@ class OpType:
     differentiable_ins: tuple[bool, ...]  # inputs through which a gradient flows
     differentiable_outs: tuple[bool, ...]
     floating_ins: tuple[bool, ...]
+    logical: tuple[bool, ...] = ()  # inputs and outputs of truth values, which do not add up; () for none
 
 
 def algorithm_of(rule: Rule, choice: Choice) -> Algorithm | None:
@@ -163,6 +164,8 @@ def apply(op: OpType, choices: Sequence[Choice], axis_sizes: Sequence[int]) -> S
     ):
         if not is_valid(shape, layout, axis_sizes):
             return None
+    if any(P in layout for layout in itertools.compress((*strategy.ins, *strategy.outs), op.logical)):
+        return None
     return strategy
 
 

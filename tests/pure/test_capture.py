@@ -115,6 +115,18 @@ def test_a_size_that_depends_on_values_is_refused() -> None:
         capture(Layer(), (X,), lambda out, batch: out[batch > 3].mean())
 
 
+def test_a_batch_may_hold_a_tensor_and_a_view_of_it() -> None:
+    """Export would take the size of the tensor for one that depends on values."""
+
+    class Picked(nn.Module):
+        def forward(self, x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+            return x[rows, columns]
+
+    rows = torch.tensor([2, 0, 3])
+    program = capture(Picked(), {"x": X, "rows": rows[:, None], "columns": rows})
+    assert "aten.index.Tensor" in targets(program)
+
+
 def test_checkpointing_works_again_after_capture() -> None:
     """The traps are only set while a model is captured."""
     with refused(CaptureError, "checkpoint() region vanishes"):
