@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from damage import damaged, every_damage
-from equality import forced, mesh_of, widened
+from equality import forced, mesh_of, sample, widened
+from generator import build, generate
 from models import MODELS, Case, mlp
 from typer.testing import CliRunner, Result
 
 import autopar
 from autopar import api, cli
-from autopar.errors import PlanError, RuntimeMismatch
+from autopar.errors import AutoparError, PlanError, RuntimeMismatch
 from autopar.layout import I, Mesh, P, R, S, Split, canonical, local_split, parse_layout
 from autopar.passes.fold import expand
 from autopar.passes.resolve import Resolved, resolve
@@ -26,7 +28,7 @@ from autopar.rules.analysis import Bound
 from autopar.runtime.collectives import Axis, Step
 from autopar.solver.search import Search
 from autopar.testing import run_local
-from autopar.verify import check_graphs
+from autopar.verify import check_graphs, check_public
 from autopar.verify.moves import Mistyped, advance, shard_of
 from autopar.verify.parting import assemble
 from autopar.verify.report import Finding, Report
@@ -120,6 +122,24 @@ def test_a_plan_of_another_model_is_refused() -> None:
     case, other = mlp(), MODELS["resnet"]()
     with pytest.raises(PlanError, match="another model"):
         autopar.verify_plan(plan_of(case, {"x": 2}, 0), other.model, other.batch, loss_fn=other.loss_fn)
+
+
+@pytest.mark.slow
+def test_random_plans_of_random_models_pass_without_running() -> None:
+    pytest.importorskip("spmd_types")
+    looked_at = 0
+    for seed in range(60):
+        try:
+            bound = widened(build(generate(random.Random(seed))))[1]()
+        except AutoparError:
+            continue  # refused, with a reason
+        for sizes in ((2,), (3,), (2, 2), (2, 2, 2)):
+            resolved = resolved_of(bound, sample(bound, sizes, seed))
+            ranks = [rank_graph(resolved, at) for at in resolved.mesh.all_coordinates()]
+            found = check_graphs(bound, resolved, ranks)[0] + check_public(resolved, ranks[0])[0]
+            assert not found, f"seed {seed} on {sizes}: {found[0]}"
+            looked_at += 1
+    assert looked_at > 200
 
 
 # ------------------------------------------------------------------------------------------------ live modules
