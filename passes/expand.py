@@ -55,6 +55,11 @@ def _root(x: Tensor) -> Tensor:
     return x.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0)
 
 
+def _squares(x: Tensor) -> Tensor:
+    """Of a complex number the square of its modulus."""
+    return x.real.square() + x.imag.square() if x.is_complex() else x.square()
+
+
 def _vector_norm(
     x: Tensor, ord: float = 2, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Tensor:
@@ -62,7 +67,7 @@ def _vector_norm(
     x = x if dtype is None else x.to(dtype)
     dims = list(range(x.dim())) if dim is None else list(dim)
     if ord == 2:
-        return _root(x.square().sum(dims, keepdim))
+        return _root(_squares(x).sum(dims, keepdim))
     if ord == 1:
         return x.abs().sum(dims, keepdim)
     return aten.linalg_vector_norm.default(x, ord, dims, keepdim)
@@ -74,7 +79,7 @@ def _variance(x: Tensor, dim: Sequence[int] | None, correction: float, keepdim: 
     mean = x.mean(dims, keepdim=True)
     count = math.prod(x.shape[d] for d in dims)
     # count - correction may be 0: the variance of one number is 0 / 0, as in torch
-    variance = (x - mean).square().sum(dims, keepdim) / max(count - correction, 0.0)
+    variance = _squares(x - mean).sum(dims, keepdim) / max(count - correction, 0.0)
     return variance, mean if keepdim else mean.squeeze(dims)
 
 

@@ -179,6 +179,7 @@ def more() -> list[Sample]:
     """Ops of images, sequences and indices."""
     torch.manual_seed(1)
     x, image, line, box = randn(5, 6), randn(5, 3, 4, 6), randn(5, 3, 4), randn(2, 3, 4, 3, 2)
+    whole_numbers = torch.arange(-180, 180).reshape(5, 3, 4, 6) * 7 % 101 - 50
     rows, columns, mask = torch.tensor([4, 0, 2, 0]), torch.tensor([[1], [5], [3], [5]]), x > 0
     buffer, targets = torch.nn.Buffer, torch.tensor([0, 3, 6, 1, 2])
     gates = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
@@ -224,6 +225,11 @@ def more() -> list[Sample]:
         Sample(F.max_pool2d, (image, 3), {"stride": 1, "padding": 1}),
         Sample(F.max_pool3d, (box, 2), {"return_indices": True}),
         Sample(F.max_pool1d, (line, 2)),
+        Sample(F.max_pool1d, (line, 3), {"stride": 2, "padding": 1}),
+        Sample(F.max_pool3d, (box, 2), {"stride": 1}),
+        *(Sample(F.avg_pool2d, (y, 3), {"stride": 2, "padding": 1}) for y in (image, whole_numbers)),
+        Sample(F.avg_pool2d, (whole_numbers, 2), {"stride": 1, "divisor_override": 3}),
+        Sample(F.avg_pool1d, (whole_numbers[0], 3), {"stride": 1, "padding": 1, "count_include_pad": False}),
         Sample(F.max_pool3d, (randn(2, 3, 4, 4, 4), 2)),
         Sample(F.multilabel_margin_loss, (randn(5, 4), torch.tensor([[2, 0, -1, 1]] * 5)), {"reduction": "none"}),
         Sample(torch.prod, (x, 1)),
@@ -236,6 +242,10 @@ def more() -> list[Sample]:
         Sample(F.batch_norm, (line, None, None, randn(3), randn(3), True)),
         Sample(F.batch_norm, (line, buffer(randn(3)), buffer(randn(3).abs()), randn(3), randn(3), False)),
         Sample(F.group_norm, (randn(5, 6, 3), 2, randn(6), randn(6))),
+        Sample(F.group_norm, (randn(3, 9, 3), 3, randn(9), randn(9))),
+        *(Sample(op, (complex_rows, 1)) for op in (torch.var, torch.std, torch.var_mean, torch.std_mean)),
+        Sample(torch.linalg.vector_norm, (complex_rows,), {"dim": 1}),
+        Sample(F.pairwise_distance, (complex_rows, complex_rows.flip(0))),
         Sample(lambda x, i: x[i], (x, rows)),
         Sample(lambda x, i: x[:, i], (x, rows)),
         Sample(lambda x, i, j: x[i, j], (x, rows, columns)),
@@ -286,6 +296,9 @@ def alike() -> list[Sample]:
         *along,
         Sample(F.batch_norm, (cube, None, None, scale, shift, True)),
         Sample(F.batch_norm, (cube, mean, variance, scale, shift, False)),
+        Sample(F.cross_entropy, (x, rows), {"reduction": "none"}),
+        Sample(F.nll_loss, (x, rows), {"reduction": "none"}),
+        Sample(F.multilabel_margin_loss, (randn(5, 6), torch.tensor([[1, 3, -1, 0, 0, 0]] * 5))),
         Sample(instance_norm, (cube, scale, shift, mean, variance, 0.1, 1e-5, KEY)),
         Sample(F.group_norm, (cube, 2, scale, shift)),
         Sample(F.group_norm, (randn(2, 4, 2), 2, scale, shift)),

@@ -236,7 +236,7 @@ def _avg_pool(
         y = (F.avg_pool2d if space == 2 else F.avg_pool3d)(x, sizes, strides, left, ceil_mode, True, 1)
     y = _without(y, none, space)
     if divisor_override is not None:
-        return y / divisor_override
+        return _mean(y, divisor_override)
     for i, w in enumerate(windows):
         rows = (0, y.shape[i - space])
         if i in split:
@@ -245,8 +245,13 @@ def _avg_pool(
         start = torch.arange(*rows, device=y.device) * w.stride - w.before
         end = (start + w.reach).clamp(max=whole[i] + (w.before if count_include_pad else 0))
         count = end - (start if count_include_pad else start.clamp(min=0))
-        y = y / count.to(y.dtype).reshape(-1, *[1] * (space - 1 - i))
+        y = _mean(y, count.to(y.dtype).reshape(-1, *[1] * (space - 1 - i)))
     return y
+
+
+def _mean(total: Tensor, count: Tensor | int) -> Tensor:
+    """A mean of whole numbers is one, too: torch's pooling drops the rest."""
+    return total.div(count, rounding_mode=None if total.is_floating_point() else "trunc")
 
 
 def avg_pool1d_halo(x: Tensor, *args: Any, parts: Mapping[str, Part], **options: Any) -> Tensor:
