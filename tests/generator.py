@@ -211,9 +211,10 @@ def generate(rng: random.Random) -> Genome:
         kind = rng.choice([*LAYERS, "linear", "attention"])
         layers.append(Layer(kind, rng.choice([1, 2, 3]), rng.random() < 0.5, rng.random() < 0.5))
     tokens = rng.random() < 0.7
+    batch, rows = rng.choice([(1, 3), (1, 7), (3, 1), (3, 6), (4, 7), (5, 3), (5, 7)])  # batch norm wants two rows
     return Genome(
-        rng.choice([1, 3, 4, 5]),
-        rng.choice([1, 3, 6, 7]),
+        batch,
+        rows,
         rng.choice([4, 6, 7, 10]),
         tuple(layers),
         tokens,
