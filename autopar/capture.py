@@ -18,13 +18,14 @@ from autopar.dropouts import spread_dropouts
 from autopar.errors import AutoparError, CaptureError
 from autopar.gradient_modes import inline_regions, refuse_unseen_writes, stop_in_place
 from autopar.hidden import (
-    Changes,
     innermost,
     refuse_hooked_weights,
     refuse_shared_memory,
+    refuse_stale_views,
     refuse_wrapped,
     refusing_lost_backwards,
 )
+from autopar.kept import Changes
 from autopar.program import (
     OutputName,
     Parameter,
@@ -53,11 +54,14 @@ class _WithLoss(nn.Module):
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         buffers = [(m, dict(m._buffers)) for m in self.model.modules()]
         wanted = {k: v for k, v in kwargs.items() if _wanted(k, self._model_keys)}
-        outputs = self._changes.watch(self.model, lambda: self.model(*args, **wanted))
-        if self._loss_fn is None:
-            loss = find_loss(outputs)
-        else:
-            loss = self._loss_fn(outputs, kwargs if kwargs else args[0] if len(args) == 1 else args)
+
+        def both() -> tuple[Any, Any]:
+            outputs = self.model(*args, **wanted)
+            if self._loss_fn is None:
+                return find_loss(outputs), outputs
+            return self._loss_fn(outputs, kwargs if kwargs else args[0] if len(args) == 1 else args), outputs
+
+        loss, outputs = self._changes.watch(self.model, both)
         _write_assigned(buffers)
         return loss, outputs
 
@@ -159,6 +163,16 @@ def export(model: nn.Module, example: Any, loss_fn: LossFn | None = None) -> tor
             if changes.seen:
                 changes.repeat = True
                 torch.export.export(wrapped, (args, kwargs), strict=False)
+        stop_in_place(exported.graph)
+        trained = {
+            n for n, p in exported.graph_signature.inputs_to_parameters.items() if exported.state_dict[p].requires_grad
+        }
+        refuse_unseen_writes(exported.graph_module, trained)
+        inline_regions(exported)
+        spread_dropouts(exported.graph)
+        if needs_functionalization(exported):
+            with _EXPORT_LOCK:
+                exported = exported.run_decompositions({})
     except AutoparError:
         raise
     except Exception as error:
@@ -173,16 +187,6 @@ def export(model: nn.Module, example: Any, loss_fn: LossFn | None = None) -> tor
             got=f"{type(error).__name__}: {_short(str(error))}",
             hint=_advice(error),
         ) from error
-    stop_in_place(exported.graph)
-    trained = {
-        n for n, p in exported.graph_signature.inputs_to_parameters.items() if exported.state_dict[p].requires_grad
-    }
-    refuse_unseen_writes(exported.graph_module, trained)
-    inline_regions(exported)
-    spread_dropouts(exported.graph)
-    if needs_functionalization(exported):
-        with _EXPORT_LOCK:
-            exported = exported.run_decompositions({})
     return exported
 
 
@@ -299,6 +303,9 @@ def from_exported(exported: torch.export.ExportedProgram, model: nn.Module) -> P
             what, hint = _WRITES.get(spec.kind, (f"an output of kind {spec.kind.name} is not supported", ""))
             raise CaptureError(what, where=strip_wrapper(str(spec.target)), hint=hint)
     graph.erase_node(output)
+    moving = {n: p.detach() for n, p in by_name.items() if p.requires_grad}
+    moving |= {n: b for n, b in model.named_buffers() if n in mutations}
+    refuse_stale_views({n: t for n, t in exported.constants.items() if isinstance(t, torch.Tensor)}, moving)
     (loss, outputs), out_spec = _split_outputs(leaves, exported.call_spec.out_spec)
     if loss is not None and nodes[loss].meta["val"].numel() != 1:
         raise CaptureError(
