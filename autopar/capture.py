@@ -163,6 +163,8 @@ def export(model: nn.Module, example: Any, loss_fn: LossFn | None = None) -> tor
             if changes.seen:
                 changes.repeat = True
                 torch.export.export(wrapped, (args, kwargs), strict=False)
+        refuse_stale_views(exported, model)
+        untie_buffers(exported, model)
         stop_in_place(exported.graph)
         trained = {
             n for n, p in exported.graph_signature.inputs_to_parameters.items() if exported.state_dict[p].requires_grad
@@ -188,6 +190,22 @@ def export(model: nn.Module, example: Any, loss_fn: LossFn | None = None) -> tor
             hint=_advice(error),
         ) from error
     return exported
+
+
+def untie_buffers(exported: torch.export.ExportedProgram, model: nn.Module) -> None:
+    """All uses of a buffer with several names (of a module that stands in two places) under its first.
+
+    The other names get memory of their own: functionalization takes no buffer that is written and has two names.
+    """
+    first = {id(b): n for n, b in model.named_buffers()}
+    main = {n: first[id(b)] for n, b in model.named_buffers(remove_duplicate=False)}
+    nodes = {n.name: n for n in exported.graph.nodes if n.op == "placeholder"}
+    specs = {strip_wrapper(s.target or ""): s for s in exported.graph_signature.input_specs}
+    for name, spec in specs.items():
+        if spec.kind is InputKind.BUFFER and main[name] != name:
+            nodes[spec.arg.name].replace_all_uses_with(nodes[specs[main[name]].arg.name])
+            tensors: Any = exported.state_dict if spec.target in exported.state_dict else exported.constants
+            tensors[spec.target] = tensors[spec.target].clone()
 
 
 class _Distinct:
@@ -252,6 +270,7 @@ def from_exported(exported: torch.export.ExportedProgram, model: nn.Module) -> P
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     by_name = dict(model.named_parameters(remove_duplicate=False))
+    named_buffers = dict(model.named_buffers())
     graph = exported.graph
     _refuse_unknown_sizes(graph)
     nodes = {n.name: n for n in graph.nodes}
@@ -277,6 +296,9 @@ def from_exported(exported: torch.export.ExportedProgram, model: nn.Module) -> P
                 tuple(names[id(parameter)]), tuple(parameter.shape), parameter.dtype, parameter.requires_grad
             )
         elif spec.kind is InputKind.BUFFER:
+            if strip_wrapper(spec.target or "") not in named_buffers:  # another name of one of them
+                graph.erase_node(node)
+                continue
             buffers[name] = strip_wrapper(spec.target or "")
             if spec.persistent:
                 saved.append(buffers[name])
@@ -303,9 +325,6 @@ def from_exported(exported: torch.export.ExportedProgram, model: nn.Module) -> P
             what, hint = _WRITES.get(spec.kind, (f"an output of kind {spec.kind.name} is not supported", ""))
             raise CaptureError(what, where=strip_wrapper(str(spec.target)), hint=hint)
     graph.erase_node(output)
-    moving = {n: p.detach() for n, p in by_name.items() if p.requires_grad}
-    moving |= {n: b for n, b in model.named_buffers() if n in mutations}
-    refuse_stale_views({n: t for n, t in exported.constants.items() if isinstance(t, torch.Tensor)}, moving)
     (loss, outputs), out_spec = _split_outputs(leaves, exported.call_spec.out_spec)
     if loss is not None and nodes[loss].meta["val"].numel() != 1:
         raise CaptureError(

@@ -10,11 +10,12 @@ import contextlib
 import itertools
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.export.graph_signature import InputKind
 from torch.overrides import TorchFunctionMode
 
 from autopar.errors import CaptureError
@@ -78,16 +79,21 @@ def refuse_shared_memory(model: nn.Module) -> None:
                 )
 
 
-def refuse_stale_views(constants: Mapping[str, torch.Tensor], moving: Mapping[str, torch.Tensor]) -> None:
-    """Raise CaptureError where a tensor that forward takes as a constant is a view of a weight or buffer that changes."""
-    owners = {t.untyped_storage()._cdata: name for name, t in moving.items() if t.numel()}
-    for name, constant in constants.items():
-        if constant.numel() and constant.untyped_storage()._cdata in owners:
+def refuse_stale_views(exported: torch.export.ExportedProgram, model: nn.Module) -> None:
+    """Raise CaptureError where what forward takes as a constant is a view of a weight or a buffer, which change."""
+    state = itertools.chain(model.named_parameters(), model.named_buffers())
+    owners = {t.untyped_storage()._cdata: name for name, t in state if t.numel()}
+    for spec in exported.graph_signature.input_specs:
+        constant = exported.constants.get(spec.target or "") if spec.kind is InputKind.CONSTANT_TENSOR else None
+        if not isinstance(constant, torch.Tensor) or not constant.numel():
+            continue
+        owner = owners.get(constant.untyped_storage()._cdata)
+        if owner is not None:
             raise CaptureError(
-                "a view of a tensor that training changes was made outside of forward",
-                where=name.removeprefix("model."),
-                expected="values that stay, or the view made in forward",
-                got=f"the memory of {owners[constant.untyped_storage()._cdata]}",
+                "a view of a weight or a buffer was made outside of forward, and would stay as it is",
+                where=(spec.target or "").removeprefix("model."),
+                expected="the view made in forward, or a copy of it",
+                got=f"the memory of {owner}",
                 hint="take the slice, the transpose or detach() in forward",
             )
 
