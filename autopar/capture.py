@@ -61,7 +61,7 @@ class _WithLoss(nn.Module):
                 return find_loss(outputs), outputs
             return self._loss_fn(outputs, kwargs if kwargs else args[0] if len(args) == 1 else args), outputs
 
-        loss, outputs = self._changes.watch(self.model, both)
+        loss, outputs = self._changes.watch(self.model, (args, kwargs), both)
         _write_assigned(buffers)
         return loss, outputs
 

@@ -1,20 +1,22 @@
 """What forward keeps from one call to the next outside of buffers: a captured graph repeats the call that it saw.
 
-``self.calls += 1``, ``random.random()`` and ``self.mean = 0.9 * self.mean + x.mean()`` on a plain attribute are refused;
-``self.longest = max(self.longest, x.shape[1])``, which comes to rest, and ``self.attention = weights``, which a call
-writes and only a reader outside, or later in the same call, looks at, are not.
+Refused are ``self.calls += 1``, ``random.random()``, ``self.mean = 0.9 * self.mean + x.mean()`` on a plain attribute, and
+``if not self.started: self.scale = 1 / x.std()``.  Fine are ``self.longest = max(self.longest, x.shape[1])``, which
+comes to rest, a table made once, and ``self.attention = weights``, which only the same call or a reader outside reads.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError
@@ -43,11 +45,29 @@ def _reads_the_last_call(names: list[str], where: str) -> CaptureError:
     )
 
 
+class _Uses(TorchFunctionMode):
+    """Lists the calls that make tensors of what training changes: weights, buffers, the batch, and what follows."""
+
+    def __init__(self, roots: Iterable[Any]) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self._known = {id(x): x for x in roots}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+        if made and any(id(x) in self._known for x in pytree.tree_leaves((args, kwargs))):
+            self.calls.append(getattr(func, "__name__", str(func)))
+            self._known.update({id(x): x for x in made})
+        return result
+
+
 class Changes:
     """Watches what calls of forward leave behind, and puts it back as it was.
 
     seen: whether forward changed anything.  repeat: call forward again and again; raise CaptureError where every call
-    changes a number, or reads a tensor that the call before has left.
+    changes a number, or reads a tensor that the call before has left, and where only the first one computes something
+    of weights, buffers or the batch.
     """
 
     def __init__(self) -> None:
@@ -55,10 +75,10 @@ class Changes:
         self.repeat = False
         self._left = torch.empty(0).as_subclass(_Left)
 
-    def watch(self, model: nn.Module, forward: Callable[[], Any]) -> Any:
+    def watch(self, model: nn.Module, batch: Any, forward: Callable[[], Any]) -> Any:
         held = [(box, list(box) if isinstance(box, (list, deque)) else dict(box)) for box in _boxes(model)]
         try:
-            return self._watched(model, forward)
+            return self._watched(model, batch, forward)
         finally:
             for box, content in held:
                 if not isinstance(box, dict):
@@ -69,9 +89,11 @@ class Changes:
                         del box[key]
                     box.update(content)
 
-    def _watched(self, model: nn.Module, forward: Callable[[], Any]) -> Any:
+    def _watched(self, model: nn.Module, batch: Any, forward: Callable[[], Any]) -> Any:
         before, draws = _kept(model), _draws()
-        outputs = forward()
+        uses = self._uses(model, batch)
+        with uses if self.repeat else contextlib.nullcontext():
+            outputs = forward()
         if draws != _draws():
             raise CaptureError(
                 "forward draws random numbers outside of torch, which a captured graph would repeat",
@@ -82,7 +104,9 @@ class Changes:
         first = _kept(model)
         self.seen |= bool(_moved(before, first))
         if self.repeat:
-            forward()
+            again = self._uses(model, batch)
+            with again:
+                forward()
             second = _kept(model)
             moved = _moved(first, second)
             numbers = [n for n in moved if not isinstance(second[n][2], torch.Tensor)]
@@ -99,7 +123,19 @@ class Changes:
                 box[key] = self._left
             if any(x is self._left for x in pytree.tree_leaves(forward())):
                 raise _reads_the_last_call(moved, type(model).__name__)
+            if uses.calls != again.calls:
+                raise CaptureError(
+                    "forward computes something else in its first call, which a captured graph repeats",
+                    where=", ".join(_moved(before, first)[:5]),
+                    expected="the same computation in every call",
+                    got=f"{len(uses.calls)} operations, then {len(again.calls)}",
+                    hint="call the model once on a batch before autopar.parallelize, or initialise outside of forward",
+                )
         return outputs
+
+    @staticmethod
+    def _uses(model: nn.Module, batch: Any) -> _Uses:
+        return _Uses([*model.parameters(), *model.buffers(), *pytree.tree_leaves(batch)])
 
 
 def _draws() -> tuple[Any, ...]:
