@@ -1,6 +1,6 @@
 """What forward keeps from one call to the next outside of buffers: a captured graph repeats the call that it saw.
 
-Refused are ``self.calls += 1``, ``random.random()``, ``self.mean = 0.9 * self.mean + x.mean()`` on a plain attribute, and
+Refused are ``self.calls += 1``, ``random.random()``, ``self.mean = 0.9 * self.mean + x.mean()`` on an attribute, and
 ``if not self.started: self.scale = 1 / x.std()``.  Fine are ``self.longest = max(self.longest, x.shape[1])``, which
 comes to rest, a table made once, and ``self.attention = weights``, which only the same call or a reader outside reads.
 """
