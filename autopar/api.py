@@ -257,7 +257,7 @@ def build(
 
     state = dict(model.named_parameters(remove_duplicate=False))
     persistent = set(model.state_dict())
-    buffers = {n: (b, n in persistent) for n, b in model.named_buffers()}
+    buffers = {n: (b, n in persistent) for n, b in model.named_buffers(remove_duplicate=False)}
     for name, tensor in [*state.items(), *((n, b) for n, (b, _) in buffers.items())]:
         if tensor.is_meta:
             raise RuntimeMismatch(

@@ -18,13 +18,14 @@ from autopar.dropouts import spread_dropouts
 from autopar.errors import AutoparError, CaptureError
 from autopar.gradient_modes import inline_regions, refuse_unseen_writes, stop_in_place
 from autopar.hidden import (
-    Changes,
     innermost,
     refuse_hooked_weights,
     refuse_shared_memory,
+    refuse_stale_views,
     refuse_wrapped,
     refusing_lost_backwards,
 )
+from autopar.kept import Changes
 from autopar.program import (
     OutputName,
     Parameter,
@@ -53,11 +54,14 @@ class _WithLoss(nn.Module):
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         buffers = [(m, dict(m._buffers)) for m in self.model.modules()]
         wanted = {k: v for k, v in kwargs.items() if _wanted(k, self._model_keys)}
-        outputs = self._changes.watch(self.model, lambda: self.model(*args, **wanted))
-        if self._loss_fn is None:
-            loss = find_loss(outputs)
-        else:
-            loss = self._loss_fn(outputs, kwargs if kwargs else args[0] if len(args) == 1 else args)
+
+        def both() -> tuple[Any, Any]:
+            outputs = self.model(*args, **wanted)
+            if self._loss_fn is None:
+                return find_loss(outputs), outputs
+            return self._loss_fn(outputs, kwargs if kwargs else args[0] if len(args) == 1 else args), outputs
+
+        loss, outputs = self._changes.watch(self.model, (args, kwargs), both)
         _write_assigned(buffers)
         return loss, outputs
 
@@ -159,6 +163,18 @@ def export(model: nn.Module, example: Any, loss_fn: LossFn | None = None) -> tor
             if changes.seen:
                 changes.repeat = True
                 torch.export.export(wrapped, (args, kwargs), strict=False)
+        refuse_stale_views(exported, model)
+        untie_buffers(exported, model)
+        stop_in_place(exported.graph)
+        trained = {
+            n for n, p in exported.graph_signature.inputs_to_parameters.items() if exported.state_dict[p].requires_grad
+        }
+        refuse_unseen_writes(exported.graph_module, trained)
+        inline_regions(exported)
+        spread_dropouts(exported.graph)
+        if needs_functionalization(exported):
+            with _EXPORT_LOCK:
+                exported = exported.run_decompositions({})
     except AutoparError:
         raise
     except Exception as error:
@@ -173,17 +189,23 @@ def export(model: nn.Module, example: Any, loss_fn: LossFn | None = None) -> tor
             got=f"{type(error).__name__}: {_short(str(error))}",
             hint=_advice(error),
         ) from error
-    stop_in_place(exported.graph)
-    trained = {
-        n for n, p in exported.graph_signature.inputs_to_parameters.items() if exported.state_dict[p].requires_grad
-    }
-    refuse_unseen_writes(exported.graph_module, trained)
-    inline_regions(exported)
-    spread_dropouts(exported.graph)
-    if needs_functionalization(exported):
-        with _EXPORT_LOCK:
-            exported = exported.run_decompositions({})
     return exported
+
+
+def untie_buffers(exported: torch.export.ExportedProgram, model: nn.Module) -> None:
+    """All uses of a buffer with several names (of a module that stands in two places) under its first.
+
+    The other names get memory of their own: functionalization takes no buffer that is written and has two names.
+    """
+    first = {id(b): n for n, b in model.named_buffers()}
+    main = {n: first[id(b)] for n, b in model.named_buffers(remove_duplicate=False)}
+    nodes = {n.name: n for n in exported.graph.nodes if n.op == "placeholder"}
+    specs = {strip_wrapper(s.target or ""): s for s in exported.graph_signature.input_specs}
+    for name, spec in specs.items():
+        if spec.kind is InputKind.BUFFER and main[name] != name:
+            nodes[spec.arg.name].replace_all_uses_with(nodes[specs[main[name]].arg.name])
+            tensors: Any = exported.state_dict if spec.target in exported.state_dict else exported.constants
+            tensors[spec.target] = tensors[spec.target].clone()
 
 
 class _Distinct:
@@ -248,6 +270,7 @@ def from_exported(exported: torch.export.ExportedProgram, model: nn.Module) -> P
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     by_name = dict(model.named_parameters(remove_duplicate=False))
+    named_buffers = dict(model.named_buffers())
     graph = exported.graph
     _refuse_unknown_sizes(graph)
     nodes = {n.name: n for n in graph.nodes}
@@ -273,6 +296,9 @@ def from_exported(exported: torch.export.ExportedProgram, model: nn.Module) -> P
                 tuple(names[id(parameter)]), tuple(parameter.shape), parameter.dtype, parameter.requires_grad
             )
         elif spec.kind is InputKind.BUFFER:
+            if strip_wrapper(spec.target or "") not in named_buffers:  # another name of one of them
+                graph.erase_node(node)
+                continue
             buffers[name] = strip_wrapper(spec.target or "")
             if spec.persistent:
                 saved.append(buffers[name])

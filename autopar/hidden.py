@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import random
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
+from torch.export.graph_signature import InputKind
 from torch.overrides import TorchFunctionMode
 
 from autopar.errors import CaptureError
@@ -78,6 +77,25 @@ def refuse_shared_memory(model: nn.Module) -> None:
                     got="the same memory",
                     hint=f"tie them: the modules of {name} and {other} hold the same nn.Parameter",
                 )
+
+
+def refuse_stale_views(exported: torch.export.ExportedProgram, model: nn.Module) -> None:
+    """Raise CaptureError where what forward takes as a constant is a view of a weight or a buffer, which change."""
+    state = itertools.chain(model.named_parameters(), model.named_buffers())
+    owners = {t.untyped_storage()._cdata: name for name, t in state if t.numel()}
+    for spec in exported.graph_signature.input_specs:
+        constant = exported.constants.get(spec.target or "") if spec.kind is InputKind.CONSTANT_TENSOR else None
+        if not isinstance(constant, torch.Tensor) or not constant.numel():
+            continue
+        owner = owners.get(constant.untyped_storage()._cdata)
+        if owner is not None:
+            raise CaptureError(
+                "a view of a weight or a buffer was made outside of forward, and would stay as it is",
+                where=(spec.target or "").removeprefix("model."),
+                expected="the view made in forward, or a copy of it",
+                got=f"the memory of {owner}",
+                hint="take the slice, the transpose or detach() in forward",
+            )
 
 
 @contextlib.contextmanager
@@ -174,62 +192,6 @@ _LOST: dict[Any, str] = {
 }
 
 
-class Changes:
-    """Watches for numbers that forward keeps in its modules, or draws outside of torch: a graph repeats them.
-
-    ``self.calls += 1`` and ``random.random()`` are refused; ``self.longest = max(self.longest, x.shape[1])`` comes to
-    rest and is not.
-    seen: whether forward changed any.  repeat: call forward twice, and raise CaptureError where the second call
-    changes them again.
-    """
-
-    def __init__(self) -> None:
-        self.seen = False
-        self.repeat = False
-
-    def watch(self, model: nn.Module, forward: Callable[[], Any]) -> Any:
-        before, draws = _numbers(model), _draws()
-        outputs = forward()
-        if draws != _draws():
-            raise CaptureError(
-                "forward draws random numbers outside of torch, which a captured graph would repeat",
-                where=type(model).__name__,
-                expected="dropout, or a tensor of random numbers in the batch",
-                got="random or numpy.random",
-            )
-        after = _numbers(model)
-        self.seen |= after != before
-        if self.repeat:
-            forward()
-            moved = [k for k, v in _numbers(model).items() if after.get(k) != v]
-            if moved:
-                raise CaptureError(
-                    "forward counts in an attribute, which a captured graph keeps as it was",
-                    where=", ".join(moved[:5]),
-                    expected="attributes that stay, or a buffer: register_buffer(...), and self.count += 1",
-                    got=f"another value after each call of {type(model).__name__}",
-                )
-        return outputs
-
-
-def _draws() -> tuple[Any, ...]:
-    """Where the generators of Python and of numpy stand."""
-    drawn: Any = np.random.get_state()
-    return random.getstate(), drawn[1].tobytes(), drawn[2:]
-
-
-def _numbers(model: nn.Module) -> dict[str, Any]:
-    """Numbers and words among the attributes of all modules, and how long lists are, by dotted name."""
-    out: dict[str, Any] = {}
-    for path, module in model.named_modules():
-        for key, value in vars(module).items():
-            if isinstance(value, (bool, int, float, str)):
-                out[f"{path}.{key}" if path else key] = value
-            elif isinstance(value, (list, dict)) and not key.startswith("_"):
-                out[f"len({path}.{key})" if path else f"len({key})"] = len(value)
-    return out
-
-
 def user_frame() -> str:
     """The innermost frame that is not torch's or ours."""
     return innermost(traceback.extract_stack())
@@ -237,6 +199,6 @@ def user_frame() -> str:
 
 def innermost(stack: Iterable[traceback.FrameSummary]) -> str:
     """The last frame of ``stack`` that is not torch's or ours; empty if there is none."""
-    own = ("autopar/capture.py", "autopar/hidden.py", "contextlib.py")
+    own = ("autopar/capture.py", "autopar/hidden.py", "autopar/kept.py", "contextlib.py")
     frames = [f for f in stack if "/torch/" not in f.filename and not f.filename.endswith(own)]
     return f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""

@@ -59,7 +59,9 @@ def _pointwise(node: fx.Node) -> Rule:
     if name in _SUMS:
         return pointwise_rule(node, ((0,), (1,)) if len(inputs) == 2 else (), ())
     if name in _QUOTIENTS and "rounding_mode" not in call_arguments(node):
-        return pointwise_rule(node, ((0,),), keeps if len(inputs) > 1 else ())
+        # parts over zero are infinities of both signs, which add up to nan where the sum over zero is one infinity
+        one = len(inputs) == 1 or not shape_of(inputs[1])
+        return pointwise_rule(node, ((0,),) if one else (), keeps if len(inputs) > 1 else ())
     if name in _LINEAR:
         return pointwise_rule(node, ((0,),), ())
     return pointwise_rule(node, (), (("out", 0),) if name in _KEEPS_OUTPUT else keeps)

@@ -82,8 +82,10 @@ class ParallelModule(nn.Module):
             parameter = nn.Parameter(value, requires_grad=weight.requires_grad)
             for name in weight.names:
                 _place(self, name).register_parameter(name.rpartition(".")[2], parameter)
+        own: dict[int, Tensor] = {}  # a buffer with two names stays one
         for name, (tensor, persistent) in buffers.items():
-            _place(self, name).register_buffer(name.rpartition(".")[2], tensor.detach().clone(), persistent)
+            buffer = own.setdefault(id(tensor), tensor.detach().clone())
+            _place(self, name).register_buffer(name.rpartition(".")[2], buffer, persistent)
         self._parameter = {w.names[0]: self.get_parameter(w.names[0]) for w in weights}
         self._buffer_owners = [(n, _place(self, n)._buffers) for n in buffers]
         self.register_load_state_dict_pre_hook(self._shard_loaded)
@@ -256,7 +258,7 @@ class ParallelModule(nn.Module):
         versions = [(id(b), -1 if b is None else b._version) for b in now]
         if mode.made_from != versions:
             with torch.no_grad():
-                mode.constants = mode.make_constants(dict(self.named_buffers()))
+                mode.constants = mode.make_constants(dict(self.named_buffers(remove_duplicate=False)))
             mode.made_from = versions
 
     @staticmethod
@@ -334,8 +336,9 @@ class ParallelModule(nn.Module):
             for weight in self._weights.values():
                 whole = self.gather(self._parameter[weight.names[0]], weight)
                 out.update(dict.fromkeys(weight.names, whole))
-        kept = set(self.state_dict()) if persistent_only else {n for n, _ in self.named_buffers()}
-        out.update({n: b.detach().clone() for n, b in self.named_buffers() if n in kept})
+        buffers = dict(self.named_buffers(remove_duplicate=False))
+        kept = set(self.state_dict()) if persistent_only else set(buffers)
+        out.update({n: b.detach().clone() for n, b in buffers.items() if n in kept})
         return out
 
     def gather(self, value: Tensor, weight: Weight) -> Tensor:

@@ -85,7 +85,7 @@ def verify(
         left_out["step"] = why
     else:
         whole = module.full_state_dict(persistent_only=False)
-        buffers = dict(module.named_buffers())
+        buffers = dict(module.named_buffers(remove_duplicate=False))
         parameters = {n: v for n, v in whole.items() if n not in buffers}
         holder = wide_model(parameters, buffers, module)
         trial = _trial(holder, origin.bound, module.plan, batch, lambda job: _gathered(job, world))

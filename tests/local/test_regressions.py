@@ -47,6 +47,16 @@ DATA = {"x": torch.randn(5, 6).double(), "y": torch.randn(5, 6).double()}
 STATISTICS = {"mean": torch.randn(6).double(), "std": torch.rand(6).double() + 1}
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("scale", torch.arange(6.0) + 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
 def loss_of(out: Any, batch: dict[str, Tensor]) -> Tensor:
     return F.mse_loss(out[0] if isinstance(out, tuple) else out, batch["y"])
 
@@ -122,6 +132,11 @@ def pads_with_a_number(self: Any, x: Tensor) -> Tensor:
     return torch.constant_pad_nd(self.linear(x), (1, 0), 3.0)[:, :-1]
 
 
+def over_zero(self: Any, x: Tensor) -> Tensor:
+    out = self.linear(x)
+    return out + (out.detach() / self.mask).nan_to_num(0.0, 1.0, -1.0)
+
+
 CASES: dict[str, Callable[[], Small]] = {
     # autograd hands both terms of a sum one tensor: clipping scaled it twice
     "two weights, one gradient": lambda: Small(
@@ -144,6 +159,8 @@ CASES: dict[str, Callable[[], Small]] = {
     "layer norm over two dimensions": lambda: Small(over_two_dims),
     # padding with a number was taken for linear
     "constant padding": lambda: Small(pads_with_a_number),
+    # parts of a sum over zero are infinities of both signs, and add up to nan
+    "over zero": lambda: Small(over_zero, mask=torch.eye(6)[:5]),
     # rolls as if flattened
     "roll without dimensions": lambda: Small(lambda s, x: s.linear(x).roll(1)),
 }
@@ -158,6 +175,17 @@ def test_equals_plain_torch(name: str) -> None:
         for seed in range(3):
             for run in on_mesh(bound, sizes, seed, model, lambda module: trained(module, sgd, 0.05)):
                 torch.testing.assert_close(run, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(6), Scaled()], ids=["written", "read"])
+def test_a_module_in_two_places(layer: nn.Module) -> None:
+    """Its buffers have two names: functionalization did not take them, and the second was found nowhere."""
+    model = Small(lambda s, x: s.layers(x), layers=nn.Sequential(layer, nn.Linear(6, 6), nn.Tanh(), layer))
+    expected = eager(model, sgd, 1e3)
+    bound = api.understand(model, DATA, loss_of)
+    for seed in range(3):
+        for run in on_mesh(bound, (2,), seed, model, lambda module: trained(module, sgd, 1e3)):
+            torch.testing.assert_close(run, expected, rtol=1e-9, atol=1e-11)
 
 
 class Moves(torch.optim.Optimizer):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autopar import api, rules
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, RuleError
 from autopar.plan import Fingerprints
 from autopar.runtime.module import ParallelModule
 from autopar.solver.sample import random_decisions
@@ -35,6 +35,7 @@ class Two(nn.Module):
         self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
         self.run = forward
         self.calls, self.longest, self.seen = 0, 0, [0]
+        self.last, self.mean, self.states = None, torch.ones(6).double(), [torch.ones(6).double()]
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -248,6 +249,35 @@ def rolls_numpys_dice(self: Any, x: Tensor) -> Tensor:
     return self.b(self.a(x)) * float(np.random.rand())
 
 
+def averages(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
+    return self.b(h - self.mean)
+
+
+def recalls(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x) if self.last is None else self.a(x) + self.last
+    self.last = h.detach()
+    return self.b(h)
+
+
+def keeps_in_a_list(self: Any, x: Tensor) -> Tensor:
+    self.states[0] = self.states[0].cos()
+    return self.b(self.a(x)) * self.states[0]
+
+
+def writes_into_an_attribute(self: Any, x: Tensor) -> Tensor:
+    self.mean.add_(x.mean(0))
+    return self.b(self.a(x)) * self.mean
+
+
+def starts_up(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    if not self.calls:
+        self.calls, self.mean = 1, h.detach().mean(0)
+    return self.b(h - self.mean)
+
+
 WRITE = "a write that autograd does not see"
 REFUSED: list[tuple[Forward, tuple[str, ...]]] = [
     (hooked, ("a hook on a gradient in forward is lost", "test_unseen.py", "in hooked")),
@@ -261,6 +291,11 @@ REFUSED: list[tuple[Forward, tuple[str, ...]]] = [
     (checkpointed, ("a checkpoint() region vanishes", "in checkpointed")),
     (counts, ("forward counts in an attribute", "where: calls")),
     (remembers, ("forward counts in an attribute", "len(seen)")),
+    (averages, ("forward reads a tensor that its last call left", "in averages", "got: mean", "register_buffer")),
+    (recalls, ("forward reads a tensor that its last call left", "in recalls", "got: last")),
+    (keeps_in_a_list, ("forward reads a tensor that its last call left", "in keeps_in_a_list", "states[0]")),
+    (starts_up, ("forward computes something else in its first call", "where: calls, mean")),
+    (writes_into_an_attribute, ("torch.export cannot capture Two", "Pls register it as buffer")),
     (rolls_dice, ("forward draws random numbers outside of torch",)),
     (rolls_numpys_dice, ("forward draws random numbers outside of torch",)),
 ]
@@ -274,6 +309,31 @@ def test_what_a_graph_would_lose_is_refused(forward: Forward, parts: tuple[str, 
 
 def plain(self: Any, x: Tensor) -> Tensor:
     return self.b(self.a(x).tanh())
+
+
+def leaves_for_readers(self: Any, x: Tensor) -> Tensor:
+    if self.last is None:
+        self.last = torch.arange(6.0).double().cos()  # a table, made once
+    h = self.a(x)
+    self.mean, self.states[0] = h.mean(0), h.detach()
+    return self.b(h) + self.mean * self.last
+
+
+def test_attributes_that_one_call_writes_and_reads_are_fine_and_stay_as_they_were() -> None:
+    model = Two(leaves_for_readers)
+    before = model.mean, model.states[0]
+    assert_equals_eager(model)
+    assert model.last is None
+    assert model.mean is before[0] and model.states[0] is before[1]
+
+
+def test_a_view_of_a_weight_made_before_forward_is_refused() -> None:
+    model = Two(lambda self, x: self.b(self.a(x)) @ self.last)
+    model.last = model.a.weight.detach().t()
+    with refused(CaptureError, "a view of a weight or a buffer", "where: last", "memory of a.weight"):
+        api.understand(model, BATCH, loss_of)
+    model.last = model.a.weight.detach().t().clone()
+    assert_equals_eager(model)
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
@@ -303,9 +363,13 @@ def test_weights_that_share_memory_are_refused() -> None:
     assert_equals_eager(model)
 
 
-def test_writing_into_the_batch_is_refused() -> None:
-    with refused(CaptureError, "forward writes into its batch", "a clone"):
-        api.understand(Two(lambda self, x: self.b(x.add_(1))), BATCH, loss_of)
+def inverts(self: Any, x: Tensor) -> Tensor:
+    return self.b(x) @ torch.linalg.inv(x.mT @ x + torch.eye(6).double())
+
+
+def test_an_op_that_checks_values_is_refused() -> None:
+    with refused(RuleError, "no rule for aten.linalg_inv.default"):
+        api.understand(Two(inverts), BATCH, loss_of)
 
 
 def test_a_modules_backward_hook_is_refused() -> None:
