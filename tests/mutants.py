@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from calls import Call
 from proving import Parts, Sizes, cases_of, failure
+from resized import resized
 
 from autopar.rules.analysis import Bound
 from autopar.rules.notation import Dims, Rule
@@ -46,7 +48,7 @@ def mutants(rule: Rule, floating: tuple[bool, ...]) -> Named:
             replace(rule, algorithms=(*rest[0], replace(known, lacking=other), *rest[1])),
         )
         yield f"no {known.name}", replace(rule, algorithms=(*rest[0], *rest[1]))
-        for factor in sorted(rule.whole - {*known.splits}):
+        for factor in sorted((rule.whole & {*rule.factors}) - {*known.splits}):
             wider = replace(known, splits=(*known.splits, factor))
             yield f"{known.name} splits {factor}", replace(rule, algorithms=(*rest[0], wider, *rest[1]))
     if rule.filled:
@@ -112,18 +114,13 @@ def _forms(rule: Rule, floating: tuple[bool, ...]) -> Named:
 RIGHT_BUT_NOT_OFFERED = {
     **{
         (f"aten.{op}", "does not reshape"): "there is no size among the op's arguments"
-        for op in ("flatten.using_ints", "unsqueeze.default", "squeeze.default", "squeeze.dim", "squeeze.dims")
+        for op in ("flatten.using_ints", "unsqueeze.default", "squeeze.dim", "squeeze.dims")
     },
     ("aten.detach.default", "linear in input"): "its value is a constant to autograd; sums are joined before it",
     **{
         (f"aten.{op}", what): "linear indeed; no sum that is pending has come to it"
         for op, what in (
-            ("positive.default", "linear in input"),
-            ("rad2deg.default", "linear in input"),
-            ("deg2rad.default", "linear in input"),
-            ("_conj_physical.default", "linear in input"),
             ("native_dropout_backward.default", "linear in input"),
-            ("lerp.Scalar", "linear in all together"),
             ("index_copy.default", "linear in all together"),
             ("index_put.default", "linear in all together"),
             ("index_fill.int_Tensor", "linear in all together"),
@@ -133,9 +130,14 @@ RIGHT_BUT_NOT_OFFERED = {
     },
     ("aten.bucketize.Tensor", "n is not whole"): "counts of smaller boundaries add up; boundaries are few",
     ("aten.searchsorted.Tensor", "n is not whole"): "counts of smaller boundaries add up; boundaries are few",
-    ("aten.conv1d.default", "c is not whole"): "a split inside every group needs strided cuts, which few weights have",
-    ("aten.conv2d.default", "c is not whole"): "a split inside every group needs strided cuts, which few weights have",
-    ("aten.conv2d.default", "o is not whole"): "a split inside every group needs strided cuts, which few weights have",
+    **{
+        (f"aten.{op}.vec", "r is not whole"): "a share of the repeats: what is small could be split, not what is large"
+        for op in ("upsample_nearest3d", "_upsample_nearest_exact3d")
+    },
+    **{
+        (f"aten.{op}.input", "may be empty"): "torch's own kernel takes no examples; those of other devices may not"
+        for op in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    },
     ("autopar.attention", "may be empty"): "only torch's own kernel drops a mask where no row is left",
 }
 
@@ -200,6 +202,9 @@ def _why_less(call: Call, broken: Rule, name: str) -> str:
     factors = re.match(r"product (\d+) is a sum", name)
     if factors and not all(floating[i] for i in rule.form[int(factors[1])]):
         return "whole numbers carry no sum"
+    lost = re.match(r"([\w']+) is not in outs (\d+)", name)
+    if lost and call.op.type.logical and call.op.type.logical[len(rule.ins) + int(lost[2])]:
+        return "truth values carry no sum"
     if name.endswith("is no sum"):
         return "what a factor of no output is, define() asks: strategies follow from the signature"
     return ""
@@ -218,6 +223,7 @@ def general(name: str) -> str:
 # ------------------------------------------------------------------------------------------------ over many calls
 
 
+TRIES = 3  # calls made for one idle mutant
 _WEIGHT = {"equivalent": 0, "idle": 1, "renamed": 2, "survived": 3, "caught": 4}
 
 
@@ -233,3 +239,19 @@ def verdicts(
             if key not in found or _WEIGHT[verdict.verdict] > _WEIGHT[found[key].verdict]:
                 found[key] = verdict
     return found
+
+
+def telling_calls(calls: Sequence[Call], found: Mapping[tuple[str, str], Verdict]) -> list[Call]:
+    """Calls in which idle mutants can be wrong: the two factors that they take one for the other have one size."""
+    made: dict[str, Call] = {}
+    tries: Counter[str] = Counter()
+    for call in calls:
+        for name, _ in mutants(call.op.rule, call.op.type.floating_ins):
+            pair = re.match(r"\(?([\w']+) (?:and )?([\w']+).* (?:swapped|turned)", name)
+            known = found.get((rule_name(call.name, name), general(name)))
+            if pair and known and known.verdict == "idle" and tries[general(name)] < TRIES:
+                other = resized(call, pair[1], pair[2])
+                if other is not None:
+                    made[other.key] = other
+                    tries[general(name)] += 1
+    return list(made.values())

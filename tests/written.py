@@ -185,7 +185,7 @@ def more() -> list[Sample]:
     gates = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
     complex_rows = torch.view_as_complex(randn(5, 6, 2))
 
-    ends = torch.tensor([3, 5, 8], dtype=torch.int32)
+    ends, each = torch.tensor([3, 5, 8], dtype=torch.int32), torch.arange(1, 17, dtype=torch.int32)
     statistics, drawn = (buffer(randn(3)), buffer(randn(3).abs())), (random_normal, random_uniform)
 
     def resized(x: Tensor, mode: str, **more: Any) -> Sample:
@@ -213,6 +213,17 @@ def more() -> list[Sample]:
         Sample(F.conv2d, (randn(5, 6, 7, 5), randn(4, 6, 3, 3), randn(4)), {"padding": "same"}),
         Sample(F.conv2d, (randn(5, 6, 8, 5), randn(6, 1, 3, 3), randn(6)), {"groups": 6, "stride": 2, "padding": 1}),
         Sample(F.conv_transpose2d, (randn(5, 6, 4, 5), randn(6, 4, 3, 3), randn(4)), {"stride": 2}),
+        *(
+            Sample(conv, (randn(3, 4, *[5] * d), randn(4, 2, *[1] * d)), {"groups": 2, **more})
+            for d, conv, more in (
+                (1, F.conv1d, {}),
+                (3, F.conv3d, {}),
+                *((d, (F.conv1d, F.conv2d, F.conv3d)[d - 1], {"padding": "same"}) for d in (1, 2, 3)),
+                (1, F.conv_transpose1d, {}),
+                (2, F.conv_transpose2d, {}),
+                (3, F.conv_transpose3d, {}),
+            )
+        ),
         *(Sample(F.cross_entropy, (randn(5, 7), targets), {"reduction": how}) for how in ("none", "mean", "sum")),
         Sample(F.cross_entropy, (randn(5, 7), targets, buffer(randn(7).abs()))),
         Sample(F.nll_loss, (randn(5, 7), targets), {"reduction": "none"}),
@@ -238,6 +249,7 @@ def more() -> list[Sample]:
         Sample(instance_norm, (line, randn(3), randn(3), *statistics, 0.1, 1e-5, KEY)),
         Sample(instance_norm, (line, randn(3), randn(3), *statistics, 0.1, 1e-5, None)),
         Sample(aten._grouped_mm.default, (randn(8, 16).float(), randn(3, 16, 24).float(), ends)),
+        Sample(aten._grouped_mm.default, (randn(16, 16).float(), randn(16, 16, 16).float(), each)),
         Sample(torch.channel_shuffle, (randn(5, 6, 2, 3), 3)),
         Sample(F.batch_norm, (line, None, None, randn(3), randn(3), True)),
         Sample(F.batch_norm, (line, buffer(randn(3)), buffer(randn(3).abs()), randn(3), randn(3), False)),
@@ -382,6 +394,14 @@ def telling() -> list[Sample]:
         Sample(torch.bucketize, (randn(4, 4), randn(6).sort().values)),
         Sample(torch.searchsorted, (ordered, randn(4, 5))),
         Sample(torch.searchsorted, (randn(4, 4).sort().values, randn(4, 4))),
+        *(Sample(F.threshold, (randn(5, 6), 0.1, value)) for value in (0.0, 2.0)),
+        Sample(F.softshrink, (randn(5, 6) * 2,)),
+        Sample(torch.logsumexp, (randn(5, 6), 1)),
+        *(Sample(op, (randn(5, 6), randn(5, 6))) for op in (torch.fmax, torch.copysign)),
+        Sample(torch.clamp_min, (randn(5, 6), randn(5, 6))),
+        *(Sample(torch.nanmedian, (randn(5, 6), *dim)) for dim in ((), (1,))),
+        Sample(torch.addmv, (randn(1), randn(5, 3), randn(3))),
+        *(Sample(F.adaptive_avg_pool3d, (randn(2, 3, n, 4, 6), 2)) for n in (4, 5)),
         *(Sample(op, (randn(5, 6),)) for op in (torch.argmax, torch.argmin, torch.median)),
         *(Sample(op, (randn(5, 6), 1)) for op in (torch.argmax, torch.argmin, torch.median)),
     ]
