@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -94,6 +96,19 @@ def test_truth_values_are_no_terms_of_a_sum() -> None:
     call = captured(torch.scatter_add, (marks, 1, places, torch.ones(2, 3, dtype=torch.bool))).calls[0]
     assert not [s for s in strategies_of(call.op, (2,)) if (P,) in (*s.ins, *s.outs)]
     prove_call(call).check()
+
+
+@pytest.mark.parametrize("op", [torch.var, torch.std, torch.var_mean, torch.std_mean, torch.linalg.vector_norm])
+def test_statistics_of_complex_numbers_are_of_their_moduli(op: Callable[..., Any]) -> None:
+    x = torch.randn(5, 6, dtype=torch.complex128)
+    prove(op, (x,), {"dim": 1}, [(2,)]).check()
+
+
+def test_pooled_means_of_whole_numbers_are_whole() -> None:
+    """Also where a window reaches over to the next rank, and the rest that is dropped is negative."""
+    x = torch.arange(-45, 45).reshape(1, 3, 5, 6) * 7 % 101 - 50
+    prove(F.avg_pool2d, (x, 3), {"stride": 2, "padding": 1}, [(2,), (3,)]).check()
+    prove(F.avg_pool1d, (x[0], 3), {"stride": 1, "padding": 1, "count_include_pad": False}, [(2,)]).check()
 
 
 def test_what_torch_composes_with_a_check_inside_is_refused() -> None:
