@@ -135,7 +135,7 @@ RIGHT_BUT_NOT_OFFERED = {
         for op in ("upsample_nearest3d", "_upsample_nearest_exact3d")
     },
     **{
-        (f"aten.{op}.input", "may be empty"): "torch's own kernel takes no examples; those of other devices may not"
+        (f"aten.{op}.input", "may be empty"): "the CPU takes an empty batch; kernels of other devices are not known to"
         for op in ("lstm", "gru", "rnn_tanh", "rnn_relu")
     },
     ("autopar.attention", "may be empty"): "only torch's own kernel drops a mask where no row is left",

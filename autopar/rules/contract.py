@@ -70,7 +70,7 @@ def _added(node: fx.Node) -> Rule:
     left, right, out = _ADDED[target_name(node)]
     product = _products(node, ((c, out[len(out) - len(c) :]), (a, left), (b, right)), out, ((0,), (1, 2)))
     # torch forgets to broadcast c where nothing is contracted
-    return replace(product, filled=target_name(node) == "aten.addmv.default" and c != out)
+    return replace(product, filled=target_name(node) == "aten.addmv.default")
 
 
 @computed("aten.einsum.default")
