@@ -195,7 +195,8 @@ def _why_less(call: Call, broken: Rule, name: str) -> str:
     rule, floating = call.op.rule, call.op.type.floating_ins
     if re.search(r"is whole$|^not linear$|^no ", name) or not {*rule.factors} <= {*broken.factors}:
         return "it only offers less"
-    fixed = rule.whole - {f for a in rule.algorithms for f in a.splits}
+    by_parts = {f for a in rule.algorithms for f in a.splits}
+    fixed = rule.whole - by_parts
     named = re.match(r"\(?([\w' ]+?)\)? (is not in|swapped|turned)", name)
     if named and set(named[1].replace(" and ", " ").split()) <= fixed:
         return "these factors are not split in any case"
@@ -203,7 +204,8 @@ def _why_less(call: Call, broken: Rule, name: str) -> str:
     if factors and not all(floating[i] for i in rule.form[int(factors[1])]):
         return "whole numbers carry no sum"
     lost = re.match(r"([\w']+) is not in outs (\d+)", name)
-    if lost and call.op.type.logical and call.op.type.logical[len(rule.ins) + int(lost[2])]:
+    logical = call.op.type.logical[len(rule.ins) :]
+    if lost and lost[1] not in by_parts and logical and logical[int(lost[2])]:
         return "truth values carry no sum"
     if name.endswith("is no sum"):
         return "what a factor of no output is, define() asks: strategies follow from the signature"
