@@ -118,16 +118,11 @@ RIGHT_BUT_NOT_OFFERED = {
     },
     ("aten.detach.default", "linear in input"): "its value is a constant to autograd; sums are joined before it",
     **{
-        (f"aten.{op}", what): "linear indeed; no sum that is pending has come to it"
-        for op, what in (
-            ("native_dropout_backward.default", "linear in input"),
-            ("index_copy.default", "linear in all together"),
-            ("index_put.default", "linear in all together"),
-            ("index_fill.int_Tensor", "linear in all together"),
-            ("scatter.src", "linear in all together"),
-            ("scatter_reduce.two", "linear in all together"),
-        )
+        (f"aten.{op}", "linear in all together"): "not linear where an index stands twice: torch picks either value"
+        for op in ("index_copy.default", "index_put.default", "scatter.src")
     },
+    ("aten.index_fill.int_Tensor", "linear in all together"): "linear indeed; no sum that is pending has come to it",
+    ("aten.native_dropout_backward.default", "linear in input"): "as above; only models that write gradients have it",
     ("aten.bucketize.Tensor", "n is not whole"): "counts of smaller boundaries add up; boundaries are few",
     ("aten.searchsorted.Tensor", "n is not whole"): "counts of smaller boundaries add up; boundaries are few",
     **{

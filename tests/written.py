@@ -304,6 +304,8 @@ def along() -> list[Sample]:
                 (torch.sort,),
             )
         ),
+        *(Sample(torch.scatter_reduce, (x, 1, places, source, how)) for how in ("amax", "mean", "prod")),
+        Sample(torch.scatter_reduce, (x, 1, places, source, "sum"), {"include_self": False}),
         *(Sample(torch.sort, (cube,), {"dim": d, "stable": True}) for d in (0, 1)),
         *(Sample(torch.topk, (x, 4, d)) for d in (0, 1)),
         *(Sample(aten.slice.Tensor, (x, d, 1, 5)) for d in (0, 1)),
