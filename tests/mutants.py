@@ -4,7 +4,7 @@ Mutants are made mechanically from a bound rule.  A mutant is
 
     caught      by a call in which a strategy that only it offers, or that it runs otherwise, comes out wrong
     equivalent  where it offers nothing else than the rule does, all of which is proven, for a reason that holds always
-    renamed     where it offers exactly what the rule does
+    renamed     where it offers exactly what the rule does, for no such reason
     idle        where it offers less, for no such reason: it may offer something wrong to tensors of other shapes
     survived    where all that it offers comes out right: the rule could offer it, too
 """
@@ -22,6 +22,7 @@ from proving import Parts, Sizes, cases_of, failure
 from resized import resized
 
 from autopar.rules.analysis import Bound
+from autopar.rules.derive import splittable
 from autopar.rules.notation import Dims, Rule
 from autopar.rules.registry import has_rule
 
@@ -127,7 +128,7 @@ RIGHT_BUT_NOT_OFFERED = {
     ("aten.searchsorted.Tensor", "n is not whole"): "counts of smaller boundaries add up; boundaries are few",
     **{
         (f"aten.{op}.vec", "r is not whole"): "a share of the repeats: what is small could be split, not what is large"
-        for op in ("upsample_nearest3d", "_upsample_nearest_exact3d")
+        for op in (f"{name}{d}d" for name in ("upsample_nearest", "_upsample_nearest_exact") for d in (1, 2, 3))
     },
     **{
         (f"aten.{op}.input", "may be empty"): "the CPU takes an empty batch; kernels of other devices are not known to"
@@ -195,16 +196,43 @@ def _why_less(call: Call, broken: Rule, name: str) -> str:
     named = re.match(r"\(?([\w' ]+?)\)? (is not in|swapped|turned)", name)
     if named and set(named[1].replace(" and ", " ").split()) <= fixed:
         return "these factors are not split in any case"
+    pair = re.match(r"([\w']+) and ([\w']+) swapped", name)
+    if pair and all(sum(_has(t, f, rule) for t in (*rule.ins, *rule.outs)) == 1 for f in pair.groups()):
+        if {f in rule.sums for f in pair.groups()} == {True}:
+            return "two names that stand in no other tensor, in one role"
     factors = re.match(r"product (\d+) is a sum", name)
     if factors and not all(floating[i] for i in rule.form[int(factors[1])]):
         return "whole numbers carry no sum"
-    lost = re.match(r"([\w']+) is not in outs (\d+)", name)
-    logical = call.op.type.logical[len(rule.ins) :]
-    if lost and lost[1] not in by_parts and logical and logical[int(lost[2])]:
+    kept = re.match(r"size (\w+) is kept", name)
+    if kept and not _movable(rule) & {*re.findall(r"\w+", str(rule.size_args[kept[1]]))}:
+        return "a size of factors that are not split in any case"
+    given = re.match(r"(\w+) gives [PI]", name)
+    if given and all(
+        _has(out, f, rule) for a in rule.algorithms if a.name == given[1] for f in a.splits for out in rule.outs
+    ):
+        return "no output lacks what the algorithm splits"
+    freed = re.match(r"([\w']+) is not (?:whole|in outs \d+)$", name)
+    if freed and freed[1] not in rule.factors:
+        return "no tensor has this factor"
+    logical = [*zip(broken.outs, call.op.type.logical[len(rule.ins) :], strict=False)]
+    lost = freed is not None and freed[1] not in by_parts
+    if any(yes and (re.search("linear|product", name) or (lost and not _has(o, freed[1], rule))) for o, yes in logical):
         return "truth values carry no sum"
     if name.endswith("is no sum"):
         return "what a factor of no output is, define() asks: strategies follow from the signature"
     return ""
+
+
+def _movable(rule: Rule) -> set[str]:
+    """Factors that some strategy splits."""
+    split = {f for _, f in splittable(rule)}
+    return split | {rule.images[f] for f in split if f in rule.images}
+
+
+def _has(dims: Dims, factor: str, rule: Rule) -> bool:
+    """Whether a tensor is cut where ``factor`` is; all have a factor that none has."""
+    present = {f for d in dims for f in d}
+    return bool({factor, rule.images.get(factor)} & present) or factor not in rule.factors
 
 
 def rule_name(op: str, mutant: str) -> str:
@@ -220,8 +248,8 @@ def general(name: str) -> str:
 # ------------------------------------------------------------------------------------------------ over many calls
 
 
-TRIES = 3  # calls made for one idle mutant
-_WEIGHT = {"equivalent": 0, "idle": 1, "renamed": 2, "survived": 3, "caught": 4}
+TRIES = 3  # calls made for one mutant
+_WEIGHT = {"equivalent": 0, "renamed": 1, "idle": 2, "survived": 3, "caught": 4}
 
 
 def verdicts(
@@ -239,14 +267,14 @@ def verdicts(
 
 
 def telling_calls(calls: Sequence[Call], found: Mapping[tuple[str, str], Verdict]) -> list[Call]:
-    """Calls in which idle mutants can be wrong: the two factors that they take one for the other have one size."""
+    """Calls in which mutants that nothing is known of can be wrong: the two factors that they take one for the other have one size."""
     made: dict[str, Call] = {}
     tries: Counter[str] = Counter()
     for call in calls:
         for name, _ in mutants(call.op.rule, call.op.type.floating_ins):
             pair = re.match(r"\(?([\w']+) (?:and )?([\w']+).* (?:swapped|turned)", name)
             known = found.get((rule_name(call.name, name), general(name)))
-            if pair and known and known.verdict == "idle" and tries[general(name)] < TRIES:
+            if pair and known and known.verdict in ("idle", "renamed") and tries[general(name)] < TRIES:
                 other = resized(call, pair[1], pair[2])
                 if other is not None:
                     made[other.key] = other

@@ -56,7 +56,8 @@ class Proofs:
         return [
             v
             for v in self.mutants
-            if v.verdict == "idle" or (v.verdict == "survived" and (v.rule, v.mutant) not in RIGHT_BUT_NOT_OFFERED)
+            if v.verdict in ("idle", "renamed")
+            or (v.verdict == "survived" and (v.rule, v.mutant) not in RIGHT_BUT_NOT_OFFERED)
         ]
 
     def stale(self) -> list[str]:
@@ -112,6 +113,7 @@ def main() -> None:
     start = time.time()
     found = prove_all(int(sys.argv[1]) if len(sys.argv) > 1 else 3)
     kinds = Counter(v.verdict for v in found.mutants)
+    reasons = Counter(v.detail for v in found.mutants if v.verdict == "equivalent")
     rules = len(table())
     rows = [
         ("rules in the table", rules),
@@ -125,7 +127,7 @@ def main() -> None:
         ("samples that torch.export cannot capture or torch cannot differentiate", sum(found.not_captured.values())),
         ("broken rules", len(found.mutants)),
         ("caught", kinds["caught"]),
-        ("equivalent: they offer less, or the same", kinds["equivalent"] + kinds["renamed"]),
+        ("equivalent, with the reason", kinds["equivalent"]),
         ("right but not offered", kinds["survived"]),
         ("neither caught nor explained", len(found.unexplained())),
     ]
@@ -135,6 +137,7 @@ def main() -> None:
         ("wrong", found.wrong),
         ("not proven", found.unproven()),
         ("unexplained", [f"{v.rule}: {v.mutant} ({v.verdict}) {v.detail}" for v in found.unexplained()]),
+        ("equivalent", [f"{n:4d} {why}" for why, n in reasons.most_common()]),
         ("no longer right but not offered", found.stale()),
         ("right but not offered", [f"{op}: {m}: {why}" for (op, m), why in RIGHT_BUT_NOT_OFFERED.items()]),
         ("refused", [f"{n:4d} {text}" for text, n in found.refused.most_common()]),
