@@ -197,9 +197,9 @@ def _why_less(call: Call, broken: Rule, name: str) -> str:
     if named and set(named[1].replace(" and ", " ").split()) <= fixed:
         return "these factors are not split in any case"
     pair = re.match(r"([\w']+) and ([\w']+) swapped", name)
-    if pair and all(sum(_has(t, f, rule) for t in (*rule.ins, *rule.outs)) == 1 for f in pair.groups()):
-        if {f in rule.sums for f in pair.groups()} == {True}:
-            return "two names that stand in no other tensor, in one role"
+    tensors = (*rule.ins, *rule.outs)
+    if pair and all(f in rule.sums and sum(_has(t, f, rule) for t in tensors) == 1 for f in pair.groups()):
+        return "two factors that are summed and stand in no other tensor"
     factors = re.match(r"product (\d+) is a sum", name)
     if factors and not all(floating[i] for i in rule.form[int(factors[1])]):
         return "whole numbers carry no sum"
@@ -267,7 +267,7 @@ def verdicts(
 
 
 def telling_calls(calls: Sequence[Call], found: Mapping[tuple[str, str], Verdict]) -> list[Call]:
-    """Calls in which mutants that nothing is known of can be wrong: the two factors that they take one for the other have one size."""
+    """Calls in which mutants that nothing is known of can be wrong: the factors that they exchange have one size."""
     made: dict[str, Call] = {}
     tries: Counter[str] = Counter()
     for call in calls:
