@@ -4,7 +4,7 @@ Mutants are made mechanically from a bound rule.  A mutant is
 
     caught      by a call in which a strategy that only it offers, or that it runs otherwise, comes out wrong
     equivalent  where it offers nothing else than the rule does, all of which is proven, for a reason that holds always
-    renamed     where it offers exactly what the rule does
+    renamed     where it offers exactly what the rule does, for no such reason
     idle        where it offers less, for no such reason: it may offer something wrong to tensors of other shapes
     survived    where all that it offers comes out right: the rule could offer it, too
 """
@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from calls import Call
 from proving import Parts, Sizes, cases_of, failure
+from resized import resized
 
 from autopar.rules.analysis import Bound
+from autopar.rules.derive import splittable
 from autopar.rules.notation import Dims, Rule
 from autopar.rules.registry import has_rule
 
@@ -46,7 +49,7 @@ def mutants(rule: Rule, floating: tuple[bool, ...]) -> Named:
             replace(rule, algorithms=(*rest[0], replace(known, lacking=other), *rest[1])),
         )
         yield f"no {known.name}", replace(rule, algorithms=(*rest[0], *rest[1]))
-        for factor in sorted(rule.whole - {*known.splits}):
+        for factor in sorted((rule.whole & {*rule.factors}) - {*known.splits}):
             wider = replace(known, splits=(*known.splits, factor))
             yield f"{known.name} splits {factor}", replace(rule, algorithms=(*rest[0], wider, *rest[1]))
     if rule.filled:
@@ -112,30 +115,25 @@ def _forms(rule: Rule, floating: tuple[bool, ...]) -> Named:
 RIGHT_BUT_NOT_OFFERED = {
     **{
         (f"aten.{op}", "does not reshape"): "there is no size among the op's arguments"
-        for op in ("flatten.using_ints", "unsqueeze.default", "squeeze.default", "squeeze.dim", "squeeze.dims")
+        for op in ("flatten.using_ints", "unsqueeze.default", "squeeze.dim", "squeeze.dims")
     },
     ("aten.detach.default", "linear in input"): "its value is a constant to autograd; sums are joined before it",
     **{
-        (f"aten.{op}", what): "linear indeed; no sum that is pending has come to it"
-        for op, what in (
-            ("positive.default", "linear in input"),
-            ("rad2deg.default", "linear in input"),
-            ("deg2rad.default", "linear in input"),
-            ("_conj_physical.default", "linear in input"),
-            ("native_dropout_backward.default", "linear in input"),
-            ("lerp.Scalar", "linear in all together"),
-            ("index_copy.default", "linear in all together"),
-            ("index_put.default", "linear in all together"),
-            ("index_fill.int_Tensor", "linear in all together"),
-            ("scatter.src", "linear in all together"),
-            ("scatter_reduce.two", "linear in all together"),
-        )
+        (f"aten.{op}", "linear in all together"): "not linear where an index stands twice: torch picks either value"
+        for op in ("index_copy.default", "index_put.default", "scatter.src")
     },
+    ("aten.index_fill.int_Tensor", "linear in all together"): "linear indeed; no sum that is pending has come to it",
+    ("aten.native_dropout_backward.default", "linear in input"): "as above; only models that write gradients have it",
     ("aten.bucketize.Tensor", "n is not whole"): "counts of smaller boundaries add up; boundaries are few",
     ("aten.searchsorted.Tensor", "n is not whole"): "counts of smaller boundaries add up; boundaries are few",
-    ("aten.conv1d.default", "c is not whole"): "a split inside every group needs strided cuts, which few weights have",
-    ("aten.conv2d.default", "c is not whole"): "a split inside every group needs strided cuts, which few weights have",
-    ("aten.conv2d.default", "o is not whole"): "a split inside every group needs strided cuts, which few weights have",
+    **{
+        (f"aten.{op}.vec", "r is not whole"): "a share of the repeats: what is small could be split, not what is large"
+        for op in (f"{name}{d}d" for name in ("upsample_nearest", "_upsample_nearest_exact") for d in (1, 2, 3))
+    },
+    **{
+        (f"aten.{op}.input", "may be empty"): "the CPU takes an empty batch; kernels of other devices are not known to"
+        for op in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    },
     ("autopar.attention", "may be empty"): "only torch's own kernel drops a mask where no row is left",
 }
 
@@ -193,16 +191,48 @@ def _why_less(call: Call, broken: Rule, name: str) -> str:
     rule, floating = call.op.rule, call.op.type.floating_ins
     if re.search(r"is whole$|^not linear$|^no ", name) or not {*rule.factors} <= {*broken.factors}:
         return "it only offers less"
-    fixed = rule.whole - {f for a in rule.algorithms for f in a.splits}
+    by_parts = {f for a in rule.algorithms for f in a.splits}
+    fixed = rule.whole - by_parts
     named = re.match(r"\(?([\w' ]+?)\)? (is not in|swapped|turned)", name)
     if named and set(named[1].replace(" and ", " ").split()) <= fixed:
         return "these factors are not split in any case"
+    pair = re.match(r"([\w']+) and ([\w']+) swapped", name)
+    tensors = (*rule.ins, *rule.outs)
+    if pair and all(f in rule.sums and sum(_has(t, f, rule) for t in tensors) == 1 for f in pair.groups()):
+        return "two factors that are summed and stand in no other tensor"
     factors = re.match(r"product (\d+) is a sum", name)
     if factors and not all(floating[i] for i in rule.form[int(factors[1])]):
         return "whole numbers carry no sum"
+    kept = re.match(r"size (\w+) is kept", name)
+    if kept and not _movable(rule) & {*re.findall(r"\w+", str(rule.size_args[kept[1]]))}:
+        return "a size of factors that are not split in any case"
+    given = re.match(r"(\w+) gives [PI]", name)
+    if given and all(
+        _has(out, f, rule) for a in rule.algorithms if a.name == given[1] for f in a.splits for out in rule.outs
+    ):
+        return "no output lacks what the algorithm splits"
+    freed = re.match(r"([\w']+) is not (?:whole|in outs \d+)$", name)
+    if freed and freed[1] not in rule.factors:
+        return "no tensor has this factor"
+    logical = [*zip(broken.outs, call.op.type.logical[len(rule.ins) :], strict=False)]
+    lost = freed is not None and freed[1] not in by_parts
+    if any(yes and (re.search("linear|product", name) or (lost and not _has(o, freed[1], rule))) for o, yes in logical):
+        return "truth values carry no sum"
     if name.endswith("is no sum"):
         return "what a factor of no output is, define() asks: strategies follow from the signature"
     return ""
+
+
+def _movable(rule: Rule) -> set[str]:
+    """Factors that some strategy splits."""
+    split = {f for _, f in splittable(rule)}
+    return split | {rule.images[f] for f in split if f in rule.images}
+
+
+def _has(dims: Dims, factor: str, rule: Rule) -> bool:
+    """Whether a tensor is cut where ``factor`` is; all have a factor that none has."""
+    present = {f for d in dims for f in d}
+    return bool({factor, rule.images.get(factor)} & present) or factor not in rule.factors
 
 
 def rule_name(op: str, mutant: str) -> str:
@@ -218,7 +248,8 @@ def general(name: str) -> str:
 # ------------------------------------------------------------------------------------------------ over many calls
 
 
-_WEIGHT = {"equivalent": 0, "idle": 1, "renamed": 2, "survived": 3, "caught": 4}
+TRIES = 3  # calls made for one mutant
+_WEIGHT = {"equivalent": 0, "renamed": 1, "idle": 2, "survived": 3, "caught": 4}
 
 
 def verdicts(
@@ -233,3 +264,19 @@ def verdicts(
             if key not in found or _WEIGHT[verdict.verdict] > _WEIGHT[found[key].verdict]:
                 found[key] = verdict
     return found
+
+
+def telling_calls(calls: Sequence[Call], found: Mapping[tuple[str, str], Verdict]) -> list[Call]:
+    """Calls in which mutants that nothing is known of can be wrong: the factors that they exchange have one size."""
+    made: dict[str, Call] = {}
+    tries: Counter[str] = Counter()
+    for call in calls:
+        for name, _ in mutants(call.op.rule, call.op.type.floating_ins):
+            pair = re.match(r"\(?([\w']+) (?:and )?([\w']+).* (?:swapped|turned)", name)
+            known = found.get((rule_name(call.name, name), general(name)))
+            if pair and known and known.verdict in ("idle", "renamed") and tries[general(name)] < TRIES:
+                other = resized(call, pair[1], pair[2])
+                if other is not None:
+                    made[other.key] = other
+                    tries[general(name)] += 1
+    return list(made.values())

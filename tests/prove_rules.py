@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from calls import Call, captured
-from mutants import RIGHT_BUT_NOT_OFFERED, Verdict, verdicts
+from mutants import RIGHT_BUT_NOT_OFFERED, Verdict, telling_calls, verdicts
 from proving import prove_call
 from samples import opinfo, table
 from written import all_written
@@ -38,6 +38,15 @@ class Proofs:
     not_captured: Counter[str] = field(default_factory=Counter)
     mutants: list[Verdict] = field(default_factory=list)
 
+    def prove(self, name: str, call: Call) -> None:
+        """Prove a call of the sample ``name``, unless one like it has been."""
+        known = self.calls.setdefault(call.name, {})
+        if call.key not in known:
+            known[call.key] = call
+            report = prove_call(call, MESHES)
+            self.proven.update(report.checked)
+            self.wrong += [f"{name}: {w}" for w in report.wrong]
+
     def unproven(self) -> list[str]:
         """Rules that no sample reached."""
         return [op for op in table() if not self.proven[op]]
@@ -47,23 +56,29 @@ class Proofs:
         return [
             v
             for v in self.mutants
-            if v.verdict == "idle" or (v.verdict == "survived" and (v.rule, v.mutant) not in RIGHT_BUT_NOT_OFFERED)
+            if v.verdict in ("idle", "renamed")
+            or (v.verdict == "survived" and (v.rule, v.mutant) not in RIGHT_BUT_NOT_OFFERED)
         ]
+
+    def stale(self) -> list[str]:
+        """Entries of what is right but not offered that no mutant answers to any more."""
+        right = {(v.rule, v.mutant) for v in self.mutants if v.verdict == "survived"}
+        return [f"{rule}: {mutant}" for rule, mutant in RIGHT_BUT_NOT_OFFERED if (rule, mutant) not in right]
 
 
 def prove_all(limit: int) -> Proofs:
     """Everything: ``limit`` samples of each type of each op of OpInfo, and the written ones."""
     found = Proofs()
     for name, call in _calls(found, limit):
-        known = found.calls.setdefault(call.name, {})
-        if call.key not in known:
-            known[call.key] = call
-            report = prove_call(call, MESHES)
-            found.proven.update(report.checked)
-            found.wrong += [f"{name}: {w}" for w in report.wrong]
+        found.prove(name, call)
     known: dict[tuple[str, str], Verdict] = {}
     for calls in found.calls.values():
-        verdicts(list(calls.values())[:MUTATED], known)
+        tried = list(calls.values())[:MUTATED]
+        verdicts(tried, known)
+        others = telling_calls(tried, known)
+        for call in others:
+            found.prove("equal sizes", call)
+        verdicts(others, known)
     found.mutants = list(known.values())
     return found
 
@@ -98,6 +113,7 @@ def main() -> None:
     start = time.time()
     found = prove_all(int(sys.argv[1]) if len(sys.argv) > 1 else 3)
     kinds = Counter(v.verdict for v in found.mutants)
+    reasons = Counter(v.detail for v in found.mutants if v.verdict == "equivalent")
     rules = len(table())
     rows = [
         ("rules in the table", rules),
@@ -111,7 +127,7 @@ def main() -> None:
         ("samples that torch.export cannot capture or torch cannot differentiate", sum(found.not_captured.values())),
         ("broken rules", len(found.mutants)),
         ("caught", kinds["caught"]),
-        ("equivalent: they offer less, or the same", kinds["equivalent"] + kinds["renamed"]),
+        ("equivalent, with the reason", kinds["equivalent"]),
         ("right but not offered", kinds["survived"]),
         ("neither caught nor explained", len(found.unexplained())),
     ]
@@ -121,6 +137,8 @@ def main() -> None:
         ("wrong", found.wrong),
         ("not proven", found.unproven()),
         ("unexplained", [f"{v.rule}: {v.mutant} ({v.verdict}) {v.detail}" for v in found.unexplained()]),
+        ("equivalent", [f"{n:4d} {why}" for why, n in reasons.most_common()]),
+        ("no longer right but not offered", found.stale()),
         ("right but not offered", [f"{op}: {m}: {why}" for (op, m), why in RIGHT_BUT_NOT_OFFERED.items()]),
         ("refused", [f"{n:4d} {text}" for text, n in found.refused.most_common()]),
         ("not captured", [f"{n:4d} {text}" for text, n in found.not_captured.most_common()]),

@@ -185,7 +185,7 @@ def more() -> list[Sample]:
     gates = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
     complex_rows = torch.view_as_complex(randn(5, 6, 2))
 
-    ends = torch.tensor([3, 5, 8], dtype=torch.int32)
+    ends, each = torch.tensor([3, 5, 8], dtype=torch.int32), torch.arange(1, 17, dtype=torch.int32)
     statistics, drawn = (buffer(randn(3)), buffer(randn(3).abs())), (random_normal, random_uniform)
 
     def resized(x: Tensor, mode: str, **more: Any) -> Sample:
@@ -205,6 +205,11 @@ def more() -> list[Sample]:
         *(resized(image, mode) for mode in ("nearest", "nearest-exact", "bilinear", "bicubic")),
         *(resized(image, mode, antialias=True) for mode in ("bilinear", "bicubic")),
         *(resized(box, mode) for mode in ("nearest", "nearest-exact", "trilinear")),
+        *(Sample(F.interpolate, (y, [2 * n for n in y.shape[2:]])) for y in (line, image)),
+        *(Sample(F.interpolate, (y, [2 * n for n in y.shape[2:]]), {"mode": "nearest-exact"}) for y in (line, image)),
+        *(Sample(F.interpolate, (image, [8, 4]), {"mode": mode}) for mode in ("nearest", "nearest-exact")),
+        Sample(F.adaptive_avg_pool1d, (line, 2)),
+        Sample(torch.Tensor.repeat, (x, 2, 4)),
         Sample(F.affine_grid, (randn(5, 2, 3), (5, 3, 4, 6)), {"align_corners": False}),
         Sample(F.grid_sample, (image, randn(5, 2, 3, 2)), {"align_corners": False}),
         *(Sample(getattr(aten, op).dim, (mask, 1)) for op in ("all", "any")),
@@ -213,6 +218,17 @@ def more() -> list[Sample]:
         Sample(F.conv2d, (randn(5, 6, 7, 5), randn(4, 6, 3, 3), randn(4)), {"padding": "same"}),
         Sample(F.conv2d, (randn(5, 6, 8, 5), randn(6, 1, 3, 3), randn(6)), {"groups": 6, "stride": 2, "padding": 1}),
         Sample(F.conv_transpose2d, (randn(5, 6, 4, 5), randn(6, 4, 3, 3), randn(4)), {"stride": 2}),
+        *(
+            Sample(conv, (randn(3, 4, *[5] * d), randn(4, 2, *[1] * d)), {"groups": 2, **more})
+            for d, conv, more in (
+                (1, F.conv1d, {}),
+                (3, F.conv3d, {}),
+                *((d, (F.conv1d, F.conv2d, F.conv3d)[d - 1], {"padding": "same"}) for d in (1, 2, 3)),
+                (1, F.conv_transpose1d, {}),
+                (2, F.conv_transpose2d, {}),
+                (3, F.conv_transpose3d, {}),
+            )
+        ),
         *(Sample(F.cross_entropy, (randn(5, 7), targets), {"reduction": how}) for how in ("none", "mean", "sum")),
         Sample(F.cross_entropy, (randn(5, 7), targets, buffer(randn(7).abs()))),
         Sample(F.nll_loss, (randn(5, 7), targets), {"reduction": "none"}),
@@ -238,6 +254,7 @@ def more() -> list[Sample]:
         Sample(instance_norm, (line, randn(3), randn(3), *statistics, 0.1, 1e-5, KEY)),
         Sample(instance_norm, (line, randn(3), randn(3), *statistics, 0.1, 1e-5, None)),
         Sample(aten._grouped_mm.default, (randn(8, 16).float(), randn(3, 16, 24).float(), ends)),
+        Sample(aten._grouped_mm.default, (randn(16, 16).float(), randn(16, 16, 16).float(), each)),
         Sample(torch.channel_shuffle, (randn(5, 6, 2, 3), 3)),
         Sample(F.batch_norm, (line, None, None, randn(3), randn(3), True)),
         Sample(F.batch_norm, (line, buffer(randn(3)), buffer(randn(3).abs()), randn(3), randn(3), False)),
@@ -269,99 +286,50 @@ def more() -> list[Sample]:
     ]
 
 
-def alike() -> list[Sample]:
-    """Dimensions of one size, where a factor that stands in the wrong place is not seen by its size."""
+def along() -> list[Sample]:
+    """Ops that read, write, order and multiply along a dimension."""
     torch.manual_seed(2)
-    x, cube, four = randn(4, 4), randn(4, 4, 4), randn(4, 4, 4, 4)
-    rows, places, mask = torch.tensor([2, 0, 3, 0]), torch.arange(16).reshape(4, 4) % 4, x > 0
-    turns = torch.view_as_complex(randn(4, 4, 2))
-    along = [
-        Sample(fn, (x, d, *rest))
-        for d in (0, 1)
-        for fn, *rest in (
-            (torch.gather, places),
-            (torch.scatter, places, 2.5),
-            (torch.scatter, places, randn(4, 4)),
-            (torch.scatter_add, places, randn(4, 4)),
-            (torch.index_add, rows, randn(4, 4)),
-            (torch.index_copy, torch.tensor([2, 0, 3, 1]), randn(4, 4)),
-            (torch.index_fill, rows, 2.5),
-            (torch.index_fill, rows, torch.tensor(2.5, dtype=torch.float64)),
-            (torch.sort,),
-        )
-    ]
-    scale, shift, mean, variance = randn(4), randn(4), torch.nn.Buffer(randn(4)), torch.nn.Buffer(randn(4).abs())
-    drawn = (random_normal, random_uniform)
+    x, source, cube, number = randn(5, 6), randn(5, 6), randn(5, 3, 6), torch.tensor(2.5, dtype=torch.float64)
+    places = torch.arange(30).reshape(5, 6) % 5
+    lines = {d: torch.arange(n) * 2 % n for d, n in enumerate(x.shape)}
     return [
-        *along,
-        Sample(F.batch_norm, (cube, None, None, scale, shift, True)),
-        Sample(F.batch_norm, (cube, mean, variance, scale, shift, False)),
-        Sample(F.cross_entropy, (x, rows), {"reduction": "none"}),
-        Sample(F.nll_loss, (x, rows), {"reduction": "none"}),
-        Sample(F.multilabel_margin_loss, (randn(5, 6), torch.tensor([[1, 3, -1, 0, 0, 0]] * 5))),
-        Sample(instance_norm, (cube, scale, shift, mean, variance, 0.1, 1e-5, KEY)),
-        Sample(F.group_norm, (cube, 2, scale, shift)),
-        Sample(F.group_norm, (randn(2, 4, 2), 2, scale, shift)),
-        Sample(F.prelu, (cube, scale)),
-        Sample(torch.prod, (x, 1)),
-        *(Sample(kind, ([4, 4], torch.float64, x.device, KEY, 1), {"dims": [Part(4)] * 2}) for kind in drawn),
-        *(Sample(torch.sort, (cube,), {"dim": d, "stable": True}) for d in (0, 1)),
-        *(Sample(torch.scatter_reduce, (x, d, places, randn(4, 4), "sum")) for d in (0, 1)),
-        *(Sample(torch.topk, (y, 4, d)) for y, d in ((randn(4, 8), 1), (randn(8, 4), 0))),
-        *(Sample(lambda x, i: x[i], (y, rows)) for y in (x, cube)),
-        *(Sample(lambda x, i: x[:, i], (y, rows)) for y in (x, cube)),
-        *(Sample(lambda x, i, j: x[i, j], (y, rows, rows[:, None])) for y in (x, cube)),
-        Sample(aten._unsafe_index.Tensor, (x, [rows, None])),
-        Sample(aten._unsafe_index.Tensor, (cube, [None, rows, None])),
-        *(Sample(torch.index_put, (y, (rows,), y.flip(0), True)) for y in (x, cube)),
-        *(Sample(aten._unsafe_index_put.default, (y, [rows, None], y.flip(0), True)) for y in (x, cube)),
-        Sample(aten._unsafe_index_put.default, (x, [None, rows], x.flip(0), True)),
-        *(Sample(torch.slice_scatter, (y, x, d, 1, 5)) for y, d in ((randn(6, 4), 0), (randn(4, 6), 1))),
-        *(Sample(torch.slice_scatter, (x, v, d, 1, 3)) for v, d in ((randn(2, 4), 0), (randn(4, 2), 1))),
-        *(Sample(aten.slice.Tensor, (y, d, 1, 5)) for y, d in ((randn(6, 4), 0), (randn(4, 6), 1))),
-        Sample(aten.slice.Tensor, (randn(5, 8), 1, 4, 8)),
-        Sample(torch.addbmm, (x, cube, cube.flip(0))),
-        Sample(torch.baddbmm, (cube, cube.flip(1), cube.flip(0))),
-        Sample(torch.addmv, (randn(4), x, randn(4))),
-        Sample(torch.mv, (x, randn(4))),
-        Sample(torch.einsum, ("ij,jk->ik", x, x.flip(0))),
-        *(Sample(torch.fft.fft, (turns,), {"dim": d}) for d in (0, 1)),
-        *(Sample(torch.fft.fft, (torch.view_as_complex(randn(4, 4, 4, 2)),), {"dim": d}) for d in (0, 2)),
-        *(Sample(torch.fft.rfft, (y,), {"dim": d}) for y, d in ((randn(6, 4), 0), (randn(4, 6), 1), (cube, 2))),
-        *(Sample(torch.fft.irfft, (turns, 4), {"dim": d}) for d in (0, 1)),
-        Sample(torch.fft.irfft, (torch.view_as_complex(randn(4, 4, 4, 2)), 4)),
-        Sample(torch.view_as_complex, (randn(4, 4, 2),)),
-        *(Sample(torch.split, (randn(n, 7), [3, 4], 1)) for n in (3, 4)),
-        *(Sample(torch.split, (randn(7, n), [3, 4], 0)) for n in (3, 4)),
-        Sample(torch.split, (randn(8, 4), [4, 4], 0)),
-        Sample(torch.cat, ([randn(4, 4), randn(4, 3)], 1)),
-        Sample(torch.cat, ([randn(4, 4), randn(3, 4)], 0)),
-        Sample(torch.cat, ([randn(3, 7), randn(4, 7)], 0)),
-        Sample(torch.unbind, (cube, 0)),
-        Sample(torch.Tensor.unfold, (randn(4, 8), 1, 2, 2)),
-        Sample(torch.Tensor.unfold, (randn(4, 8), 1, 4, 4)),
-        Sample(torch.Tensor.unfold, (randn(8, 4), 0, 2, 2)),
-        *(Sample(torch.where, (mask, *branches)) for branches in ((x, 2.0), (1.0, x), (1.0, 2.0))),
-        Sample(F.conv2d, (randn(2, 4, 4, 4), randn(4, 2, 1, 1)), {"groups": 2}),
-        Sample(torch.Tensor.view, (randn(4, 16), (4, 4, 4))),
-        Sample(torch.unflatten, (randn(4, 16), 1, (4, 4))),
-        Sample(F.adaptive_avg_pool2d, (randn(4, 4, 8, 8), 4)),
-        *(Sample(aten.constant_pad_nd.default, (x, pad)) for pad in ((1, 0), (0, 0, 1, 0), (4, 4), (0, 0, 4, 4))),
         *(
-            Sample(aten.constant_pad_nd.default, (y, pad))
-            for y, pad in ((randn(4, 3), (1, 0)), (randn(3, 4), (0, 0, 1, 0)))
+            Sample(fn, (x, d, *rest))
+            for d in (0, 1)
+            for fn, *rest in (
+                (torch.gather, places),
+                (torch.scatter, places, 2.5),
+                (torch.scatter, places, source),
+                (torch.scatter_add, places, source),
+                (torch.scatter_reduce, places, source, "sum"),
+                (torch.index_add, lines[d], source),
+                (torch.index_copy, torch.arange(x.shape[d]).flip(0), source),
+                (torch.index_fill, lines[d], 2.5),
+                (torch.index_fill, lines[d], number),
+                (torch.sort,),
+            )
         ),
-        *(Sample(F.pad, (x, pad)) for pad in ((1, 0), (0, 0, 1, 0), (4, 4), (0, 0, 4, 4))),
-        *(Sample(torch.roll, (y, 4, d)) for y, d in ((randn(8, 4), 0), (randn(4, 8), 1))),
-        Sample(F.unfold, (four, (2, 2)), {"stride": 2}),
-        Sample(F.fold, (randn(4, 16, 4), (4, 4), (2, 2)), {"stride": 2}),
-        *(Sample(F.embedding_bag, (places, y), {"mode": "max"}) for y in (x, randn(10, 4), randn(4, 4))),
-        *(Sample(torch.index_select, (y, d, rows)) for y in (x, cube) for d in (0, 1)),
-        Sample(torch.masked_fill, (x, mask, torch.tensor(2.5, dtype=torch.float64))),
-        Sample(F.one_hot, (places, 4)),
-        Sample(aten._unsafe_index.Tensor, (cube, [None, rows[:, None], rows])),
-        Sample(lambda x, i, j: x[:, i, j], (cube, rows[:, None], rows)),
+        *(Sample(torch.scatter_reduce, (x, 1, places, source, how)) for how in ("amax", "mean", "prod")),
+        Sample(torch.scatter_reduce, (x, 1, places, source, "sum"), {"include_self": False}),
+        *(Sample(torch.sort, (cube,), {"dim": d, "stable": True}) for d in (0, 1)),
+        *(Sample(torch.topk, (x, 4, d)) for d in (0, 1)),
+        *(Sample(aten.slice.Tensor, (x, d, 1, 5)) for d in (0, 1)),
+        Sample(aten.slice.Tensor, (randn(5, 8), 1, 4, 8)),
+        *(Sample(torch.slice_scatter, (x, y, d, 1, 3)) for d, y in ((0, randn(2, 6)), (1, randn(5, 2)))),
+        Sample(torch.addbmm, (randn(3, 7), cube, randn(5, 6, 7))),
+        Sample(torch.baddbmm, (randn(5, 3, 7), cube, randn(5, 6, 7))),
+        Sample(torch.addmv, (randn(5), x, randn(6))),
+        Sample(torch.mv, (x, randn(6))),
+        Sample(torch.einsum, ("ij,jk->ik", x, randn(6, 7))),
+        Sample(torch.view_as_complex, (randn(5, 6, 2),)),
+        Sample(torch.unbind, (cube, 0)),
+        *(Sample(torch.Tensor.unfold, (randn(5, 8), 1, n, n)) for n in (2, 4)),
+        Sample(torch.Tensor.unfold, (randn(8, 5), 0, 2, 2)),
+        Sample(F.unfold, (randn(5, 3, 4, 6), (2, 2)), {"stride": 2}),
+        Sample(F.fold, (randn(5, 12, 6), (4, 6), (2, 2)), {"stride": 2}),
+        Sample(F.embedding_bag, (places, randn(10, 4)), {"mode": "max"}),
         Sample(torch.Tensor.floor_divide, (places, places + 1)),
+        Sample(F.multilabel_margin_loss, (x, torch.tensor([[1, 3, -1, 0, 0, 0]] * 5))),
     ]
 
 
@@ -382,10 +350,18 @@ def telling() -> list[Sample]:
         Sample(torch.bucketize, (randn(4, 4), randn(6).sort().values)),
         Sample(torch.searchsorted, (ordered, randn(4, 5))),
         Sample(torch.searchsorted, (randn(4, 4).sort().values, randn(4, 4))),
+        *(Sample(F.threshold, (randn(5, 6), 0.1, value)) for value in (0.0, 2.0)),
+        Sample(F.softshrink, (randn(5, 6) * 2,)),
+        Sample(torch.logsumexp, (randn(5, 6), 1)),
+        *(Sample(op, (randn(5, 6), randn(5, 6))) for op in (torch.fmax, torch.copysign)),
+        Sample(torch.clamp_min, (randn(5, 6), randn(5, 6))),
+        *(Sample(torch.nanmedian, (randn(5, 6), *dim)) for dim in ((), (1,))),
+        Sample(torch.addmv, (randn(1), randn(5, 3), randn(3))),
+        *(Sample(F.adaptive_avg_pool3d, (randn(2, 3, n, 4, 6), 2)) for n in (4, 5)),
         *(Sample(op, (randn(5, 6),)) for op in (torch.argmax, torch.argmin, torch.median)),
         *(Sample(op, (randn(5, 6), 1)) for op in (torch.argmax, torch.argmin, torch.median)),
     ]
 
 
 def all_written() -> list[Sample]:
-    return [*written(), *more(), *alike(), *telling()]
+    return [*written(), *more(), *along(), *telling()]

@@ -13,11 +13,15 @@ from autopar.rules.notation import Dims, Rule
 from autopar.rules.registry import algorithms_of, computed
 
 _PRODUCTS = {"aten.mul.Tensor", "aten.mul.Scalar"}
-_SUMS = {"aten.add.Tensor", "aten.sub.Tensor"}
+_SUMS = {"aten.add.Tensor", "aten.sub.Tensor", "aten.lerp.Scalar"}
 _QUOTIENTS = {"aten.div.Tensor", "aten.div.Scalar"}
 _LINEAR = {
     "aten.neg.default",
+    "aten.positive.default",
+    "aten.deg2rad.default",
+    "aten.rad2deg.default",
     "aten.conj_physical.default",
+    "aten._conj_physical.default",
     "aten.clone.default",
     "aten.contiguous.default",
     "aten.alias.default",

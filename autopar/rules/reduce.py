@@ -23,7 +23,7 @@ def reduced_dims(node: fx.Node, dims: list[int], keep: bool) -> tuple[Dims, Dims
 @computed("aten.sum.dim_IntList", "aten.sum.default")
 def _sum(node: fx.Node) -> Rule:
     rank, args = len(shape_of(tensor_inputs(node)[0])), args_of(node)
-    dims = args[1] if len(args) > 1 and args[1] else range(rank)
+    dims = args[1] if rank and len(args) > 1 and args[1] else range(rank)
     keep = bool(args[2]) if len(args) > 2 else bool(node.kwargs.get("keepdim", False))
     ins, out, sizes, reduced = reduced_dims(node, [d % rank for d in dims], keep)
     return Rule((ins,), (out,), sizes, ((0,),), sums=frozenset(reduced))
@@ -56,7 +56,7 @@ def _along(node: fx.Node) -> Rule:
     """Ops that look along some dimensions, r0 r1 ..., and work row by row elsewhere."""
     shape, given = shape_of(tensor_inputs(node)[0]), call_arguments(node).get("dim")
     listed = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
-    dims = {d % len(shape) for d in listed} or set(range(len(shape)))
+    dims = {d % len(shape) for d in listed if shape} or set(range(len(shape)))
     names = [f"{'r' if i in dims else 'd'}{i}" for i in range(len(shape))]
     ins = tuple((f,) if n > 1 else () for f, n in zip(names, shape, strict=True))
     out = shape_of(node)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from calls import captured
-from mutants import RIGHT_BUT_NOT_OFFERED, verdicts, with_rule
+from mutants import RIGHT_BUT_NOT_OFFERED, telling_calls, verdicts, with_rule
 from proving import prove, prove_call, strategies_of
 from samples import calls_of, opinfo, table
 
@@ -30,6 +32,9 @@ BROKEN = [
     "autopar.batch_norm",
     "autopar.cross_entropy_sum",
     "autopar.dropout",
+    "aten.lstm.input",
+    "aten._log_softmax.default",
+    "aten.cross_entropy_loss.default",
 ]
 
 
@@ -45,9 +50,11 @@ def test_every_rule_is_proven(op: str) -> None:
 
 @pytest.mark.parametrize("op", BROKEN)
 def test_a_broken_rule_is_caught(op: str) -> None:
-    for verdict in verdicts(calls_of(op, 1)).values():
+    calls = calls_of(op, 1)
+    found = verdicts(calls)
+    for verdict in verdicts(telling_calls(calls, found), found).values():
         known = (verdict.rule, verdict.mutant) in RIGHT_BUT_NOT_OFFERED
-        assert verdict.verdict in ("caught", "equivalent", "renamed") or known, verdict
+        assert verdict.verdict in ("caught", "equivalent") or known, verdict
 
 
 @pytest.mark.parametrize(
@@ -91,6 +98,19 @@ def test_truth_values_are_no_terms_of_a_sum() -> None:
     prove_call(call).check()
 
 
+@pytest.mark.parametrize("op", [torch.var, torch.std, torch.var_mean, torch.std_mean, torch.linalg.vector_norm])
+def test_statistics_of_complex_numbers_are_of_their_moduli(op: Callable[..., Any]) -> None:
+    x = torch.randn(5, 6, dtype=torch.complex128)
+    prove(op, (x,), {"dim": 1}, [(2,)]).check()
+
+
+def test_pooled_means_of_whole_numbers_are_whole() -> None:
+    """Also where a window reaches over to the next rank, and the rest that is dropped is negative."""
+    x = torch.arange(-45, 45).reshape(1, 3, 5, 6) * 7 % 101 - 50
+    prove(F.avg_pool2d, (x, 3), {"stride": 2, "padding": 1}, [(2,), (3,)]).check()
+    prove(F.avg_pool1d, (x[0], 3), {"stride": 1, "padding": 1, "count_include_pad": False}, [(2,)]).check()
+
+
 def test_what_torch_composes_with_a_check_inside_is_refused() -> None:
     x = torch.eye(3, dtype=torch.float64) + 1
     assert captured(torch.linalg.cholesky, (x,)).refused
@@ -98,10 +118,13 @@ def test_what_torch_composes_with_a_check_inside_is_refused() -> None:
 
 @pytest.mark.slow
 def test_all_of_opinfo() -> None:
+    """What `prove_rules` prints for one sample of each type."""
     from prove_rules import prove_all
 
-    found = prove_all(3)
+    found = prove_all(1)
     assert not found.wrong, "\n".join(found.wrong)
     assert not found.unproven()
-    assert Counter(v.verdict for v in found.mutants)["caught"] > 1_300
-    assert sum(found.proven.values()) > 20_000
+    assert not found.unexplained(), "\n".join(map(str, found.unexplained()))
+    assert not found.stale(), "no longer right, or offered by now"
+    assert Counter(v.verdict for v in found.mutants)["caught"] > 2_000
+    assert sum(found.proven.values()) > 40_000
