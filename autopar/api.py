@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar import capture as capturing
+from autopar.capture.twin import weightless
 from autopar.cluster import ClusterSpec
 from autopar.cost_model.profiler import Profile
 from autopar.errors import AutoparError, CaptureError, PlanError, RuntimeMismatch
@@ -32,7 +33,6 @@ from autopar.runtime.module import ParallelModule, Weight
 from autopar.solver.ilp import solve
 from autopar.solver.sample import random_decisions
 from autopar.solver.search import Search
-from autopar.twin import weightless
 
 _TRACING = threading.Lock()  # torch traces one graph at a time, and ranks may be threads
 

@@ -155,7 +155,7 @@ def strip_wrapper(name: str) -> str:
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in')
-_WRAPPER = "autopar/capture.py"  # whose forward calls the model's and loss_fn
+_WRAPPER = "autopar/capture/__init__.py"  # whose forward calls the model's and loss_fn
 
 
 def _frames(node: fx.Node) -> list[tuple[str, str]]:

@@ -19,12 +19,7 @@ ALLOWED = {
     "program": {"errors", "layout"},
     "plan": {"errors", "layout", "explain"},  # explain: only inside Plan.explain()
     "testing": {"errors"},
-    "hidden": {"errors"},
-    "kept": {"errors", "hidden"},
-    "gradient_modes": {"errors", "program", "hidden"},
-    "dropouts": set(),
-    "twin": {"errors"},
-    "capture": {"errors", "program", "hidden", "kept", "gradient_modes", "dropouts"},
+    "capture": {"errors", "program"},
     "rules": BASE | KERNELS,
     "cost_model": BASE | {"rules"},
     "modes": BASE | {"rules", "passes.fold"},

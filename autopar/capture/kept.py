@@ -19,8 +19,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from autopar.capture.hidden import user_frame
 from autopar.errors import CaptureError
-from autopar.hidden import user_frame
 
 _OWN = frozenset(vars(nn.Module()))  # parameters, buffers, modules and hooks are looked at elsewhere
 

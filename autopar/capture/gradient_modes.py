@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.capture.hidden import NO_WRITE
 from autopar.errors import CaptureError
-from autopar.hidden import NO_WRITE
 from autopar.program import is_continuous, place
 
 aten = torch.ops.aten

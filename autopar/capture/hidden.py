@@ -199,6 +199,6 @@ def user_frame() -> str:
 
 def innermost(stack: Iterable[traceback.FrameSummary]) -> str:
     """The last frame of ``stack`` that is not torch's or ours; empty if there is none."""
-    own = ("autopar/capture.py", "autopar/hidden.py", "autopar/kept.py", "contextlib.py")
-    frames = [f for f in stack if "/torch/" not in f.filename and not f.filename.endswith(own)]
+    own = ("/torch/", "/autopar/capture/", "/contextlib.py")
+    frames = [f for f in stack if not any(part in f.filename for part in own)]
     return f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""

@@ -14,10 +14,9 @@ from torch import nn
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
-from autopar.dropouts import spread_dropouts
-from autopar.errors import AutoparError, CaptureError
-from autopar.gradient_modes import inline_regions, refuse_unseen_writes, stop_in_place
-from autopar.hidden import (
+from autopar.capture.dropouts import spread_dropouts
+from autopar.capture.gradient_modes import inline_regions, refuse_unseen_writes, stop_in_place
+from autopar.capture.hidden import (
     innermost,
     refuse_hooked_weights,
     refuse_shared_memory,
@@ -25,7 +24,8 @@ from autopar.hidden import (
     refuse_wrapped,
     refusing_lost_backwards,
 )
-from autopar.kept import Changes
+from autopar.capture.kept import Changes
+from autopar.errors import AutoparError, CaptureError
 from autopar.program import (
     OutputName,
     Parameter,
