@@ -55,13 +55,18 @@ def _root(
     pass
 
 
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)]
+Cluster = Annotated[str, typer.Option("--cluster", "-c", help=_CLUSTER)]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan that `autopar plan` or Plan.save wrote.")]
+Batch = Annotated[int, typer.Option(help="Global batch of an hf: model.", min=1)]
+Tokens = Annotated[int | None, typer.Option(help="Tokens per row of an hf: model; at most 1024 if left out.", min=1)]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 @app.command("plan")
 def plan_command(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)],
-    cluster: Annotated[str, typer.Option("--cluster", "-c", help=_CLUSTER)],
+    model: Model,
+    cluster: Cluster,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the plan is written.")] = Path("plan.json"),
     mesh: Annotated[str, typer.Option(help="Pin the mesh, slow link first: dp=4,tp=2.")] = "",
     zero: Annotated[int | None, typer.Option(help="Pin how weights are stored, as ZeRO's stage.", min=0, max=3)] = None,
@@ -69,10 +74,8 @@ def plan_command(
     time_limit: Annotated[float, typer.Option(help="Seconds for the solver.", min=0.0)] = 60.0,
     precision: Annotated[str, typer.Option(help="fp32, bf16, fp16 or fp64.")] = "fp32",
     optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd_momentum, sgd or none.")] = "adamw",
-    batch: Annotated[int, typer.Option(help="Global batch of an hf: model.", min=1)] = 8,
-    seq: Annotated[
-        int | None, typer.Option(help="Tokens per row of an hf: model; at most 1024 if left out.", min=1)
-    ] = None,
+    batch: Batch = 8,
+    seq: Tokens = None,
     profile: Annotated[Path | None, typer.Option(help="Figures that `autopar profile` measured.")] = None,
     debug: Debug = False,
 ) -> None:
@@ -114,17 +117,15 @@ def plan_command(
 
 @app.command("profile")
 def profile_command(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)],
-    cluster: Annotated[str, typer.Option("--cluster", "-c", help=_CLUSTER)],
+    model: Model,
+    cluster: Cluster,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Where the profile is kept; one that is there is added to.")
     ] = Path("profile.json"),
     mesh: Annotated[str, typer.Option(help="Only the local shapes of this mesh: dp=4,tp=2.")] = "",
     time_limit: Annotated[float, typer.Option(help="Seconds for measuring ops.", min=0.0)] = 120.0,
-    batch: Annotated[int, typer.Option(help="Global batch of an hf: model.", min=1)] = 8,
-    seq: Annotated[
-        int | None, typer.Option(help="Tokens per row of an hf: model; at most 1024 if left out.", min=1)
-    ] = None,
+    batch: Batch = 8,
+    seq: Tokens = None,
     debug: Debug = False,
 ) -> None:
     """Measure on this machine what plans of MODEL would run, for `autopar plan --profile`.
@@ -167,7 +168,7 @@ def profile_command(
 
 @app.command("explain")
 def explain_command(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan that `autopar plan` or Plan.save wrote.")],
+    plan: PlanFile,
     debug: Debug = False,
 ) -> None:
     """Print what a plan file says: what runs where, what it costs, and why not otherwise."""
@@ -177,11 +178,11 @@ def explain_command(
 
 @app.command("verify")
 def verify_command(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan that `autopar plan` or Plan.save wrote.")],
+    plan: PlanFile,
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL + "; as it was planned.")],
     precision: Annotated[str, typer.Option(help="As it was planned.")] = "fp32",
-    batch: Annotated[int, typer.Option(help="Global batch of an hf: model.", min=1)] = 8,
-    seq: Annotated[int | None, typer.Option(help="Tokens per row of an hf: model.", min=1)] = None,
+    batch: Batch = 8,
+    seq: Tokens = None,
     step: Annotated[bool, typer.Option(help="Run one step on ranks as threads against one process.")] = True,
     max_world: Annotated[int, typer.Option(help="Run a step of plans of so many ranks at most.", min=1)] = 8,
     debug: Debug = False,
