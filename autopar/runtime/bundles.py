@@ -73,10 +73,7 @@ def start(xs: Sequence[Tensor], steps: Sequence[Step]) -> Callable[[], list[Tens
         mine = [stack_part(x, s, axis) for x, s in zip(xs, sources, strict=True)]
         table = gather_rows(torch.cat(mine), axis).reshape(axis.size, -1)
         columns = table.split([m.numel() for m in mine], 1)
-        whole = [
-            unstack_parts(c, s, axis, whole_shape(x, s)).contiguous()
-            for c, s, x in zip(columns, sources, xs, strict=True)
-        ]
+        whole = [unstack_parts(c, s, axis, whole_shape(x, s)) for c, s, x in zip(columns, sources, xs, strict=True)]
         return lambda: whole
     alone = [move(x, s.axis, s.src, s.dst) for x, s in zip(xs, steps, strict=True)]
     return lambda: alone

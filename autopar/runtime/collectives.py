@@ -156,13 +156,16 @@ def stack_parts(x: Tensor, split: Split, axis: Axis) -> Tensor:
 
 
 def unstack_parts(parts: Tensor, split: Split, axis: Axis, shape: tuple[int, ...]) -> Tensor:
-    """Inverse of `stack_parts`; ``shape`` is the whole value's local shape."""
+    """Inverse of `stack_parts`; ``shape`` is the whole value's local shape.
+
+    Contiguous: torch's own convolution refuses some weights that are not, and most ops are slower on them.
+    """
     n, units = axis.size, split.units
     rest = (*shape[: split.dim], split.outer, split.inner, *shape[split.dim + 1 :])
     whole = parts.reshape(n * -(-units // n), *rest)[:units]
-    if split.dim == 0 and split.outer == 1:
-        return whole.reshape(shape)
-    return whole.movedim(0, split.dim + 1).reshape(shape)
+    if split.dim != 0 or split.outer != 1:
+        whole = whole.movedim(0, split.dim + 1)
+    return whole.reshape(shape).contiguous()
 
 
 def stack_part(x: Tensor, split: Split, axis: Axis) -> Tensor:

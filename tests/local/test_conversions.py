@@ -95,3 +95,17 @@ def test_sums_of_bfloat16_terms_are_added_in_float32() -> None:
         return float(convert(torch.tensor([256.0 if rank == 0 else 0.5], dtype=torch.bfloat16), axis, P, I))
 
     assert run_local(job, 5) == [258.0] * 5
+
+
+def test_what_is_gathered_is_contiguous() -> None:
+    """Parts of one row along the last dimension: as a view of what arrived torch's convolution would refuse it."""
+    part = torch.randn(1, 7, 1).double()
+
+    def job(rank: int) -> tuple[int, ...]:
+        device_mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("x",))
+        (axis,) = runtime_axes(Mesh(("x",), (3,)), device_mesh, (rank,))
+        weight = convert(part, axis, Split(2, 1, 3, 1), "I").requires_grad_()
+        torch.nn.functional.conv1d(torch.randn(1, 7, 1).double(), weight, padding=1).sum().backward()
+        return weight.stride()
+
+    assert run_local(job, 3) == [(21, 3, 1)] * 3
