@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.cost_model.collectives import sent_bytes
 from autopar.errors import EmitError, PlanError
 from autopar.layout import (
     I,
@@ -224,6 +225,23 @@ class _Emitter:
                 Conversion(name, kind, axis, self.where, f if forward else 0.0, b if forward else f)
             )
 
+    def count_own(self, name: str, op: Operation, strategy: Strategy) -> None:
+        """What an op's algorithm says that it sends."""
+        values = self.resolved.analysis.values
+        for axis, choice in enumerate(strategy.choices):
+            algorithm = algorithm_of(op.rule, choice)
+            if algorithm is None or algorithm.traffic is None:
+                continue
+            n = self.mesh.sizes[axis]
+            for t in algorithm.traffic(op.type, choice, n):
+                where, i = t.tensor
+                names, layouts = (op.inputs, strategy.ins) if where == "in" else (op.outputs, strategy.outs)
+                value, layout = values[names[i]], (*layouts[i][:axis], I, *layouts[i][axis + 1 :])
+                whole = float(value.dtype.itemsize * math.prod(self.local(value.shape, layout)))
+                sent = sent_bytes(t.kind, whole, n)
+                moved = Conversion(name, t.kind, self.mesh.axes[axis], self.where, sent * t.forward, sent * t.backward)
+                self.conversions.append(moved)
+
     # ------------------------------------------------------------------------------------------ operations
 
     def operation(self, op: Operation) -> None:
@@ -237,15 +255,16 @@ class _Emitter:
         algorithm = next((a for c in strategy.choices if (a := algorithm_of(op.rule, c)) is not None), None)
         if algorithm is not None:
             target = algorithm.run
-            factors = [f for f in algorithm.splits if f in op.rule.sizes]
-            factors += [op.rule.images[f] for f in factors if f in op.rule.images]
-            overrides["parts"] = {f: self.part(op, strategy, (f,)) for f in factors}
+            overrides["parts"] = {f: self.part(op, strategy, (f,)) for f in algorithm.factors(op.rule)}
+            if algorithm.pairs:
+                overrides["pairs"] = self.pairs(op, strategy)
         if op.rule.reshapes:
             node = self.reshape(next(inputs), op.outputs[0], strategy.outs[0])
         else:
             args, kwargs = local_arguments(op.node, inputs, overrides, self.extra)
             node = self.call(target, args, kwargs)
         self.note(node, op.name, strategy.outs[0], place_of=op.node)
+        self.count_own(node.name, op, strategy)
         if isinstance(op.node.meta["val"], torch.Tensor):
             self.made(op.outputs[0], strategy.outs[0], node)
             return
@@ -268,6 +287,13 @@ class _Emitter:
                 AxisCut(self.axes[axis], outer * cut.m, cut.N, cut.u * inner) for axis, cut in strategy.cuts(factor)
             ]
         return Part(math.prod(sizes), tuple(sorted(found, key=lambda c: c.m)))
+
+    def pairs(self, op: Operation, strategy: Strategy) -> dict[str, Part]:
+        """By the factor that an axis splits, what tensors without it hold of its partner."""
+        return {
+            factor: Part(op.rule.sizes[partner], tuple(AxisCut(self.axes[axis], *cut) for axis, cut in cuts))
+            for factor, partner, cuts in strategy.pairs()
+        }
 
     # ------------------------------------------------------------------------------------------ notes
 

@@ -6,6 +6,7 @@ On one axis an op may run
     split f at cut  inputs and outputs that have factor f are S; the other inputs are R, the other outputs P
     linear          P in, P out: one input of each product in the rule's form carries the pending sum, the others are R
     parts f at cut  as split, by an algorithm that communicates itself
+    ring f with g   so too, and what lacks f is split along its partner g
 and on several axes it runs so on each, the cuts of one factor nested.
 """
 
@@ -32,17 +33,23 @@ class Choice(NamedTuple):
     cut: Cut = Cut(1, 1, 1)
     terms: tuple[int, ...] = ()  # of a linear choice: the input of each product that carries the sum
     image: tuple[str, Cut] | None = None  # what it cuts of the output's positions, by an algorithm
+    partner: tuple[str, Cut] | None = None  # what it cuts of tensors without the factor, by an algorithm
 
     def __str__(self) -> str:
         if self.kind in (I, R):
             return self.kind
         if self.kind == P:
             return "P " + ",".join(map(str, self.terms))
-        cut = "" if self.cut.m == self.cut.u == 1 else f" at {self.cut.m},{self.cut.N},{self.cut.u}"
-        return f"{self.kind} {self.factor}{cut}"
+        partner = "" if self.partner is None else f" with {_cut_text(*self.partner)}"
+        return f"{self.kind} {_cut_text(self.factor, self.cut)}{partner}"
 
 
-_SPLIT = re.compile(r"(\w+) (\S+)(?: at (\d+),(\d+),(\d+))?")
+def _cut_text(factor: str, cut: Cut) -> str:
+    return factor if cut.m == cut.u == 1 else f"{factor} at {cut.m},{cut.N},{cut.u}"
+
+
+_CUT = r"(\S+)(?: at (\d+),(\d+),(\d+))?"
+_SPLIT = re.compile(rf"(\w+) {_CUT}(?: with {_CUT})?")
 
 
 def parse_choice(text: str, rule: Rule) -> Choice:
@@ -58,11 +65,19 @@ def parse_choice(text: str, rule: Rule) -> Choice:
     if match is None or (match[1], match[2]) not in splittable(rule):
         options = ", ".join(" ".join(s) for s in splittable(rule)) or "no split"
         raise ValueError(f"{text!r} is no choice here: expected I, R, or {options}")
-    size = rule.sizes[match[2]]
-    cut = Cut(1, size, 1) if match[3] is None else Cut(int(match[3]), int(match[4]), int(match[5]))
-    if cut.m * cut.N * cut.u != size:
-        raise ValueError(f"{text!r}: {cut.m} * {cut.N} * {cut.u} is not {size}")
-    return Choice(match[1], match[2], cut)
+    cuts = []
+    for factor, numbers in ((match[2], match.groups()[2:5]), (match[6], match.groups()[6:9])):
+        if factor is None:
+            continue
+        size = rule.sizes.get(factor, 1)
+        cut = Cut(1, size, 1) if numbers[0] is None else Cut(*map(int, numbers))
+        if cut.m * cut.N * cut.u != size:
+            raise ValueError(f"{text!r}: {cut.m} * {cut.N} * {cut.u} is not {size}")
+        cuts.append(cut)
+    choice = Choice(match[1], match[2], cuts[0], partner=None if match[6] is None else (match[6], cuts[1]))
+    if match[6] != partner_of(rule, choice):
+        raise ValueError(f"{text!r}: expected 'with {partner_of(rule, choice)}'")
+    return choice
 
 
 class Strategy(NamedTuple):
@@ -77,6 +92,14 @@ class Strategy(NamedTuple):
         found = [(a, c.cut) for a, c in enumerate(self.choices) if c.factor == factor]
         found += [(a, c.image[1]) for a, c in enumerate(self.choices) if c.image and c.image[0] == factor]
         return tuple(sorted(found, key=lambda t: t[1].m))
+
+    def pairs(self) -> list[tuple[str, str, tuple[tuple[int, Cut], ...]]]:
+        """(factor, partner, the partner's cuts in tensors without the factor) of every choice that has a partner."""
+        return [
+            (c.factor, c.partner[0], tuple(sorted([*self.cuts(c.partner[0]), (a, c.partner[1])], key=lambda t: t[1].m)))
+            for a, c in enumerate(self.choices)
+            if c.partner is not None
+        ]
 
     @property
     def is_parallel(self) -> bool:
@@ -100,6 +123,21 @@ def algorithm_of(rule: Rule, choice: Choice) -> Algorithm | None:
     return next((a for a in rule.algorithms if a.name == choice.kind and choice.factor in a.splits), None)
 
 
+def partner_of(rule: Rule, choice: Choice) -> str | None:
+    """The factor that is split along with the choice's own, in tensors without that."""
+    algorithm = algorithm_of(rule, choice)
+    return None if algorithm is None else algorithm.pairs.get(choice.factor)
+
+
+def _has(dims: Dims, factor: str) -> bool:
+    return any(factor in names for names in dims)
+
+
+def is_paired(dims: Dims, choice: Choice) -> bool:
+    """Whether the choice splits a tensor of these dimensions along the partner."""
+    return choice.partner is not None and _has(dims, choice.partner[0]) and not _has(dims, choice.factor)
+
+
 def _axis_states(op: OpType, choice: Choice, n: int) -> tuple[list[State], list[State]] | None:
     """States of inputs and outputs on one axis; None where the choice makes no sense for this op."""
     rule = op.rule
@@ -112,8 +150,9 @@ def _axis_states(op: OpType, choice: Choice, n: int) -> tuple[list[State], list[
 
     def state(dims: Dims, otherwise: State) -> State:
         cut = dimension_cut(dims, choice.factor, choice.cut, rule.sizes)
-        if cut is None and choice.image is not None:
-            cut = dimension_cut(dims, *choice.image, rule.sizes)
+        for other in (choice.image, choice.partner):
+            if cut is None and other is not None:
+                cut = dimension_cut(dims, *other, rule.sizes)
         return otherwise if cut is None else canonical(S(*cut), n)
 
     ins = [state(t, R) for t in rule.ins]
@@ -138,6 +177,8 @@ def apply(op: OpType, choices: Sequence[Choice], axis_sizes: Sequence[int]) -> S
     imaged = [c.factor for c in choices if c.factor in rule.images]
     if len(imaged) > len(set(imaged)):
         return None
+    if any(sum(is_paired(dims, c) for c in choices) > 1 for dims in (*rule.ins, *rule.outs)):
+        return None  # one ring in another
     choices = [_with_image(rule, c) if c.factor in rule.images else c for c in choices]
     if any(c.factor in rule.images and c.image is None for c in choices):
         return None
@@ -199,7 +240,8 @@ def linear_choices(op: OpType) -> list[Choice]:
 def splittable(rule: Rule) -> list[tuple[str, str]]:
     """(kind, factor) of every split, by the op itself and by its algorithms."""
     out = [("split", f) for f in rule.factors if f not in rule.whole]
-    out += [(a.name, f) for a in rule.algorithms for f in a.splits if f in rule.factors]
+    for a in rule.algorithms:
+        out += [(a.name, f) for f in a.splits if f in rule.factors and a.pairs.get(f, f) in rule.factors]
     return out
 
 
@@ -221,9 +263,8 @@ def axis_choices(
     if any(op.differentiable_ins):
         out.append(Choice(R))
     unlikely = set() if quiet else {f for _, f in op.rule.quiet}
-    for kind, factor in splittable(op.rule):
-        if factor in unlikely:
-            continue
+
+    def cuts(factor: str) -> list[Cut]:
         size = op.rule.sizes[factor]
         seen: dict[Cut, None] = {}
         for cut in points.get(factor, (Cut(1, size, 1),)):
@@ -231,24 +272,57 @@ def axis_choices(
                 seen[Cut(cut.m, size // cut.m, 1)] = None
             elif uneven and cut.N > 1 and (empty or not _leaves_empty(cut, n)):
                 seen[cut] = None
-        out += [Choice(kind, factor, cut) for cut in seen]
+        return list(seen)
+
+    for kind, factor in splittable(op.rule):
+        if factor in unlikely:
+            continue
+        algorithm = algorithm_of(op.rule, Choice(kind, factor))
+        partner = None if algorithm is None else algorithm.pairs.get(factor)
+        if algorithm is None or partner is None:
+            out += [Choice(kind, factor, cut) for cut in cuts(factor)]
+            continue
+        alike = algorithm.alike and op.rule.sizes[factor] == op.rule.sizes[partner]
+        for cut in cuts(factor):
+            others = [cut] if alike else cuts(partner)
+            out += [Choice(kind, factor, cut, partner=(partner, other)) for other in others]
     return out + linear_choices(op)
+
+
+def _inside(cut: Cut, outer: Iterable[tuple[Cut, int]]) -> Cut | None:
+    """``cut`` inside the cuts (and their numbers of ranks) of the same factor; None where it does not fit."""
+    for before, n in outer:
+        if before.N % n:
+            return None
+        inside = before.m * n
+        if cut.m < inside:  # the candidate starts outside that cut: start where it ends
+            size = cut.m * cut.N * cut.u
+            if inside % cut.m or cut.N * cut.m % inside:
+                return None
+            cut = Cut(inside, size // inside // cut.u, cut.u)
+    return cut
 
 
 def _nested(choice: Choice, earlier: Sequence[Choice], axis_sizes: Sequence[int]) -> Choice | None:
     """``choice`` inside the cuts that earlier axes already made of the same factor; None where it does not fit."""
-    cut = choice.cut
-    for before, n in zip(earlier, axis_sizes, strict=False):
-        if before.factor == choice.factor and before.factor:
-            if before.cut.N % n:
+    outer = [(c.cut, n) for c, n in zip(earlier, axis_sizes, strict=False) if c.factor == choice.factor]
+    cut = _inside(choice.cut, outer)
+    return None if cut is None else choice._replace(cut=cut)
+
+
+def _with_partners(choices: Sequence[Choice], axis_sizes: Sequence[int]) -> list[Choice] | None:
+    """``choices`` with every partner's cut inside those that any axis makes of that factor itself."""
+    out = []
+    for choice in choices:
+        if choice.partner is not None:
+            factor, cut = choice.partner
+            outer = sorted((c.cut, n) for c, n in zip(choices, axis_sizes, strict=True) if c.factor == factor)
+            fitted = _inside(cut, outer)
+            if fitted is None:
                 return None
-            inside = before.cut.m * n
-            if cut.m < inside:  # the candidate starts outside that cut: start where it ends
-                size = cut.m * cut.N * cut.u
-                if inside % cut.m or cut.N * cut.m % inside:
-                    return None
-                cut = Cut(inside, size // inside // cut.u, cut.u)
-    return choice._replace(cut=cut)
+            choice = choice._replace(partner=(factor, fitted))
+        out.append(choice)
+    return out
 
 
 def strategies(
@@ -280,7 +354,13 @@ def strategies(
                 break
             choices.append(fitted)
         else:
-            strategy = apply(op, choices, axis_sizes)
+            paired = _with_partners(choices, axis_sizes)
+            if paired is None or not all(
+                c.partner is None or c.partner[1].N % n == 0 or (uneven and not _leaves_empty(c.partner[1], n))
+                for c, n in zip(paired, axis_sizes, strict=True)
+            ):
+                continue
+            strategy = apply(op, paired, axis_sizes)
             if strategy is not None:
                 key = (strategy.ins, strategy.outs)
                 if key not in found or _rank(strategy) < _rank(found[key]):
@@ -311,7 +391,8 @@ def random_strategy(
                 sizes = [axis_sizes[b] for b in order if b in picked]
                 choice = _nested(choice, earlier, sizes) or Choice(I)
             picked[a] = choice
-        strategy = apply(op, [picked[a] for a in range(len(axis_sizes))], axis_sizes)
+        paired = _with_partners([picked[a] for a in range(len(axis_sizes))], axis_sizes)
+        strategy = None if paired is None else apply(op, paired, axis_sizes)
         if strategy is not None:
             return strategy
     whole = apply(op, [Choice(I)] * len(axis_sizes), axis_sizes)

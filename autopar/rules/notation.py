@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from autopar.errors import RuleError
 from autopar.layout import Shape
@@ -30,12 +30,43 @@ class Algorithm:
     run: a function, called as the op is, with the keyword ``parts``: {factor: Part} for each factor in ``splits`` and
     its image (`Rule`). Inputs and outputs that have the factor are S; inputs that lack it are R, outputs that lack it
     are ``lacking`` ("I", or "P" where each rank returns a term of a sum).
+
+    pairs: {factor: partner}.  Splitting the factor then also splits, on the same axis, what lacks the factor and has
+    the partner; a product whose rows are split thus finds its other operand split along the contraction.  No work is
+    saved on the partner: the algorithm sees to it that every rank meets all of it.  ``run`` is given
+    ``pairs``: {factor: Part of the partner} too, as the tensors without the factor hold it, and ``parts`` of partners.
+    alike: of equal sizes, factor and partner are cut alike.
+    traffic: what it sends, from (op type, choice, ranks of the axis); None for all-reduces of statistics, one number
+    per row.  overlaps: it sends while it computes, in as many steps as the axis has ranks.
     """
 
     name: str
     splits: tuple[str, ...]
     run: Callable[..., Any]
     lacking: str = "I"
+    pairs: Mapping[str, str] = field(default_factory=dict)
+    alike: bool = False
+    traffic: Callable[..., Sequence[Traffic]] | None = None
+    overlaps: bool = False
+
+    def factors(self, rule: Rule) -> tuple[str, ...]:
+        """The factors of ``rule`` of which ``run`` is told the parts: those it splits, images, partners."""
+        own = [f for f in self.splits if f in rule.sizes]
+        images = [rule.images[f] for f in own if f in rule.images]
+        return tuple(dict.fromkeys([*own, *images, *(self.pairs[f] for f in own if f in self.pairs)]))
+
+
+class Traffic(NamedTuple):
+    """What an algorithm sends on one axis.
+
+    kind: a collective (`autopar.cost_model.collectives`).  tensor: ("in", i) or ("out", j), of whose bytes on one rank, this axis undone, it is.
+    forward, backward: how often.
+    """
+
+    kind: Any
+    tensor: tuple[str, int]
+    forward: float
+    backward: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from autopar.program import (
     shape_of,
     target_name,
 )
-from autopar.rules.notation import Algorithm, Definition, Rule, bind, define
+from autopar.rules.notation import Algorithm, Definition, Rule, Traffic, bind, define
 
 _DEFINITIONS: dict[str, Definition] = {}
 _COMPUTED: dict[str, Callable[[fx.Node], Rule]] = {}
@@ -61,10 +61,21 @@ def rule(
     )
 
 
-def algorithm(op: str, name: str, *, splits: str, run: Callable[..., Any], lacking: str = "I") -> None:
+def algorithm(
+    op: str,
+    name: str,
+    *,
+    splits: str,
+    run: Callable[..., Any],
+    lacking: str = "I",
+    alike: bool = False,
+    traffic: Callable[..., Sequence[Traffic]] | None = None,
+    overlaps: bool = False,
+) -> None:
     """Add an implementation of ``op`` that communicates itself and so can split more factors (see `Algorithm`).
 
-    ``run`` is called as the op is, with the keyword ``parts``: {factor: Part} for the factors in ``splits``.
+    splits: factors, by blanks; ``s/t`` for a factor and its partner.  ``run`` is called as the op is, with the keyword
+    ``parts``: {factor: Part} for these factors, and ``pairs`` where there are partners.
     Raises RuleError when the op has no rule yet or the name is taken.
     """
     if op not in _DEFINITIONS and op not in _COMPUTED:
@@ -72,7 +83,10 @@ def algorithm(op: str, name: str, *, splits: str, run: Callable[..., Any], lacki
     known = _ALGORITHMS.get(op, ())
     if name in ("split", "I", "R", "P") or any(a.name == name for a in known):
         raise RuleError("this name is taken", where=op, got=name)
-    _ALGORITHMS[op] = (*known, Algorithm(name, tuple(splits.split()), run, lacking))
+    written = [text.partition("/") for text in splits.split()]
+    pairs = {factor: partner for factor, slash, partner in written if slash}
+    made = Algorithm(name, tuple(f for f, _, _ in written), run, lacking, pairs, alike, traffic, overlaps)
+    _ALGORITHMS[op] = (*known, made)
 
 
 def computed(*ops: str) -> Callable[[Callable[[fx.Node], Rule]], Callable[[fx.Node], Rule]]:
@@ -114,7 +128,8 @@ def rules_fingerprint() -> str:
         for k, d in _DEFINITIONS.items()
     ]
     text = repr(sorted(written)) + repr(sorted(_COMPUTED))
-    text += repr(sorted((k, [(a.name, a.splits, a.lacking) for a in v]) for k, v in _ALGORITHMS.items()))
+    known = {k: [(a.name, a.splits, a.lacking, sorted(a.pairs.items())) for a in v] for k, v in _ALGORITHMS.items()}
+    text += repr(sorted(known.items()))
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 

@@ -47,7 +47,8 @@ def price(plan: Plan, bound: Bound, analysis: Analysis, folding: Folding, prices
         backward[folding.segments[op.name]] += cost.backward * m
         breakdown["forward"] += cost.forward * m
         breakdown["backward"] += cost.backward * m
-        breakdown["inside ops"] += cost.communication * m
+        breakdown["inside ops"] += (cost.communication + cost.communication_back) * m
+        breakdown["inside ops hidden"] += cost.hidden * m
         sent += cost.sent * m
         transient = max(transient, cost.transient)
     activations, activation_bytes, saved = _activations(analysis, expanded, strategies, prices, axes, schedule)

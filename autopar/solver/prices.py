@@ -23,7 +23,7 @@ from autopar.layout import I, Layout, P, R, S, Shape, State, conversion, dual, l
 from autopar.program import target_name
 from autopar.rules.analysis import Operation, Value
 from autopar.rules.derive import Choice, Strategy, algorithm_of, factor_size, local_flops
-from autopar.rules.notation import Rule
+from autopar.rules.notation import Algorithm, Rule
 
 # An algorithm that combines parts of statistics (softmax, normalisation) reduces one number per row this many times.
 _STATISTICS_FORWARD, _STATISTICS_BACKWARD = 2, 1
@@ -50,17 +50,23 @@ _SHORT_NAMES = {
 
 
 class OpPrice(NamedTuple):
-    """Seconds of one op on the fullest rank, and seconds and bytes of what it communicates itself."""
+    """Seconds of one op on the fullest rank, and seconds and bytes of what it communicates itself.
+
+    communication, communication_back: what holds up its forward and backward pass.  hidden: what goes on while it
+    computes.
+    """
 
     forward: float
     backward: float
     communication: float
+    communication_back: float
+    hidden: float
     sent: float
     transient: float  # bytes of its inputs and outputs
 
     @property
     def seconds(self) -> float:
-        return self.forward + self.backward + self.communication
+        return self.forward + self.backward + self.communication + self.communication_back
 
 
 class MovePrice(NamedTuple):
@@ -167,14 +173,8 @@ class Prices:
         )
         if measured is not None:
             forward, backward = measured[0], measured[1] if has_backward else 0.0
-        communication, sent = self._algorithm(op, strategy)
-        return OpPrice(
-            forward,
-            backward,
-            communication,
-            sent,
-            moved * (2 if has_backward else 1),
-        )
+        own = self._communication(op, strategy, ins, outs, forward, backward)
+        return OpPrice(forward, backward, *own, moved * (2 if has_backward else 1))
 
     def ideal(self, op: Operation, ins: Sequence[Value], outs: Sequence[Value], ranks: int) -> float:
         """Seconds that no split over ``ranks`` can beat: arithmetic and bytes shared evenly, at full rates."""
@@ -190,24 +190,66 @@ class Prices:
     def _largest(self, strategy: Strategy, ins: Sequence[Value], outs: Sequence[Value]) -> list[tuple[Value, Layout]]:
         return [*zip(outs, strategy.outs, strict=True), *zip(ins[:1], strategy.ins[:1], strict=True)]
 
-    def _algorithm(self, op: Operation, strategy: Strategy) -> tuple[float, float]:
-        """Seconds and bytes of the all-reduces of statistics inside an algorithm, forward and backward."""
-        seconds = sent = 0.0
+    def _communication(
+        self,
+        op: Operation,
+        strategy: Strategy,
+        ins: Sequence[Value],
+        outs: Sequence[Value],
+        forward: float,
+        backward: float,
+    ) -> tuple[float, float, float, float]:
+        """Of what algorithms send: seconds that hold up the forward and the backward pass, hidden seconds, bytes.
+
+        Where communication overlaps, all but the first of as many steps as the axis has ranks hides behind the others'
+        compute, as far as the device lets it.
+        """
+        held, hidden, sent = [0.0, 0.0], 0.0, 0.0
         for axis, choice in enumerate(strategy.choices):
             algorithm = algorithm_of(op.rule, choice)
-            if algorithm is None or algorithm.lacking == P:  # a partial sum leaves through the output
+            if algorithm is None:
                 continue
-            first = op.rule.ins[0]
-            rows = math.prod(
-                factor_size(op.rule, strategy, f, self.sizes, (0,) * len(self.sizes))
-                for dims in first
-                for f in dims
-                if f not in algorithm.splits
-            )
-            times = _STATISTICS_FORWARD + (_STATISTICS_BACKWARD if any(op.type.differentiable_outs) else 0)
-            seconds += times * self.collective("all-reduce", rows * 4, axis)
-            sent += times * collectives.sent_bytes("all-reduce", rows * 4, self.sizes[axis])
-        return seconds, sent
+            n, seconds = self.sizes[axis], [0.0, 0.0]
+            messages: list[tuple[collectives.Kind, float, tuple[float, float]]]
+            if algorithm.traffic is None:
+                messages = [] if algorithm.lacking == P else self._statistics(op, strategy, algorithm)
+            else:
+                messages = [
+                    (t.kind, self.undone(t.tensor, strategy, ins, outs, axis), (t.forward, t.backward))
+                    for t in algorithm.traffic(op.type, choice, n)
+                ]
+            for kind, nbytes, times in messages:
+                one = self.collective(kind, nbytes, axis)
+                seconds = [s + one * t for s, t in zip(seconds, times, strict=True)]
+                sent += collectives.sent_bytes(kind, nbytes, n) * sum(times)
+            for k, work in enumerate((forward, backward)):
+                behind = min(seconds[k], self.overlap * work) * (n - 1) / n if algorithm.overlaps else 0.0
+                held[k] += seconds[k] - behind
+                hidden += behind
+        return held[0], held[1], hidden, sent
+
+    def _statistics(
+        self, op: Operation, strategy: Strategy, algorithm: Algorithm
+    ) -> list[tuple[collectives.Kind, float, tuple[float, float]]]:
+        """All-reduces of one number per row of the first input."""
+        rows = math.prod(
+            factor_size(op.rule, strategy, f, self.sizes, (0,) * len(self.sizes))
+            for dims in op.rule.ins[0]
+            for f in dims
+            if f not in algorithm.splits
+        )
+        back = _STATISTICS_BACKWARD if any(op.type.differentiable_outs) else 0
+        return [("all-reduce", rows * 4, (_STATISTICS_FORWARD, back))]
+
+    def undone(
+        self, tensor: tuple[str, int], strategy: Strategy, ins: Sequence[Value], outs: Sequence[Value], axis: int
+    ) -> float:
+        """Bytes on the fullest rank of an op's input or output, ("in", i) or ("out", j), with ``axis`` undone."""
+        where, i = tensor
+        value, layout = (ins[i], strategy.ins[i]) if where == "in" else (outs[i], strategy.outs[i])
+        part = self.nbytes(value, layout)
+        whole = self.nbytes(value, (*layout[:axis], I, *layout[axis + 1 :]))
+        return max(whole, part * self.sizes[axis]) if isinstance(layout[axis], S) else whole
 
     # ---------------------------------------------------------------------------------------- communication
 

@@ -55,7 +55,7 @@ class Schedule:
                 then(op, "compute", costs[op].forward)
             for op in reversed(order):
                 then(f"{op} back", "compute", costs[op].backward)
-                then(f"{op} back", "communication", self.backward[op])
+                then(f"{op} back", "communication", costs[op].communication_back + self.backward[op])
                 for nbytes, seconds in made[op] if microbatch == self.microbatches - 1 else ():
                     bucket, waiting = bucket + nbytes, waiting + seconds
                     if bucket >= BUCKET:

@@ -75,7 +75,8 @@ class Fit:
         rule, n, name = op.rule, self.mesh.sizes[axis], self.mesh.axes[axis]
 
         def kind(factor: str) -> str:
-            return algorithm.name if algorithm is not None and factor in algorithm.splits else "split"
+            own = algorithm is not None and factor in algorithm.splits and factor not in algorithm.pairs
+            return algorithm.name if algorithm is not None and own else "split"
 
         cuts: dict[Choice, int] = {}
         for i, state in enumerate(states):
@@ -86,6 +87,13 @@ class Fit:
                         f"input {i} is cut on {name} across factors", "a cut of one factor", format_state(state)
                     )
                 cuts.setdefault(Choice(kind(hit[0]), *hit), i)
+        if algorithm is not None and len(cuts) == 2:
+            a, b = cuts
+            for own, other in ((a, b), (b, a)):
+                if algorithm.pairs.get(own.factor) == other.factor:
+                    paired = Choice(algorithm.name, own.factor, own.cut, partner=(other.factor, other.cut))
+                    cuts = {paired: cuts[own]}
+                    break
         if cuts:
             choice, *others = cuts
             if others:
@@ -176,10 +184,12 @@ class Fit:
         for name, dims in op.rule.part_args.items():
             self.same_parts(name, [self.part(op, strategy, d) for d in dims], list(given.get(name) or ()))
         if algorithm is not None:
-            splits = [f for f in algorithm.splits if f in op.rule.sizes]
-            splits += [op.rule.images[f] for f in splits if f in op.rule.images]
-            parts = given.get("parts") or {}
+            splits, parts = algorithm.factors(op.rule), given.get("parts") or {}
             self.same_parts("parts", [self.part(op, strategy, (f,)) for f in splits], [parts.get(f) for f in splits])
+            pairs = given.get("pairs") or {}
+            for factor, partner, cuts in strategy.pairs():
+                named = tuple(AxisCut(self.mesh.axes[axis], *cut) for axis, cut in cuts)  # type: ignore[arg-type]
+                self.same_parts("pairs", [Part(op.rule.sizes[partner], named)], [pairs.get(factor)])
 
     def same_parts(self, name: str, expected: Sequence[Part], got: Sequence[Any]) -> None:
         def text(part: Any) -> str:

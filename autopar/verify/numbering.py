@@ -90,7 +90,7 @@ def number_values(bound: Bound) -> Numbering:
 
 def _free_arguments(op: Operation) -> frozenset[str]:
     """Arguments that are local: by name, and by position as ``#i`` (an algorithm names them as it likes)."""
-    names = {*op.rule.size_args, *op.rule.part_args, "parts"}
+    names = {*op.rule.size_args, *op.rule.part_args, "parts", "pairs"}
     positions = {f"#{i}" for i, n in enumerate(call_arguments(op.node)) if n in names and i < len(op.node.args)}
     return frozenset(names | positions)
 

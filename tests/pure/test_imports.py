@@ -24,7 +24,7 @@ ALLOWED = {
     "cost_model": BASE | {"rules"},
     "modes": BASE | {"rules", "passes.fold"},
     "solver": BASE | {"rules", "cost_model", "passes.fold", "modes"},
-    "passes": BASE | {"rules"} | KERNELS | {"runtime.parameters", "runtime.standalone"},
+    "passes": BASE | {"rules", "cost_model.collectives"} | KERNELS | {"runtime.parameters", "runtime.standalone"},
     "runtime": BASE,
     "explain": BASE | {"cost_model"},
     "progress": {"errors"},
