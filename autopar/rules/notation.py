@@ -59,8 +59,8 @@ class Algorithm:
 class Traffic(NamedTuple):
     """What an algorithm sends on one axis.
 
-    kind: a collective (`autopar.cost_model.collectives`).  tensor: ("in", i) or ("out", j), of whose bytes on one rank, this axis undone, it is.
-    forward, backward: how often.
+    kind: a collective (`autopar.cost_model.collectives`).  tensor: ("in", i) or ("out", j), of whose bytes on one
+    rank, with this axis undone, it is.  forward, backward: how often.
     """
 
     kind: Any
