@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,7 @@ from autopar.program import target_name
 from autopar.rules.analysis import Analysis, Operation, contract
 from autopar.rules.derive import Choice, OpType, apply, axis_choices, local_flops, parse_choice, strategies
 from autopar.rules.factors import Cut, common_refinement, relabel
-from autopar.rules.notation import bind, define
+from autopar.rules.notation import Algorithm, bind, define
 
 
 def op_type(signature: str, shapes: dict[str, tuple[int, ...]], out: tuple[int, ...], **roles: str) -> OpType:
@@ -114,6 +116,62 @@ def test_work_is_that_of_the_fullest_rank() -> None:
 
 def _choices(*texts: str) -> list[Choice]:
     return [parse_choice(t, LINEAR.rule) for t in texts]
+
+
+# ------------------------------------------------------------------------------------------------ partners
+
+
+STREAM = replace(
+    LINEAR,
+    rule=replace(LINEAR.rule, algorithms=(Algorithm("stream", ("b0", "n"), print, pairs={"b0": "k", "n": "k"}),)),
+)
+K_OF_X, K_OF_W = S(1, 1, 12, 1), S(1, 1, 12, 1)
+
+
+def test_a_partner_is_split_where_the_factor_is_not() -> None:
+    """Rows of x with k of w, or columns of w with k of x: what has neither is whole."""
+    found = on_one_axis(STREAM)
+    assert found["stream b0 with k"] == ((X, K_OF_W, R), (X,))
+    assert found["stream n with k"] == ((K_OF_X, W, W), (S(1, 1, 10, 1),))
+
+
+def test_both_operands_may_be_streamed_over_two_axes() -> None:
+    """SUMMA: each tensor is split on both axes."""
+    both = apply(STREAM, [parse_choice(c, STREAM.rule) for c in ("stream b0 with k", "stream n with k")], (2, 2))
+    assert both is not None
+    assert both.ins == ((X, K_OF_X), (K_OF_W, W), (R, W)) and both.outs == ((X, S(1, 1, 10, 1)),)
+    assert local_flops(STREAM.rule, both, (2, 2)) == 2 * 3 * 12 * 5, "no work is saved on the contraction"
+    assert both.pairs() == [("b0", "k", ((0, Cut(1, 12, 1)),)), ("n", "k", ((1, Cut(1, 12, 1)),))]
+
+
+def test_a_partner_is_cut_inside_its_own_splits() -> None:
+    """The contraction split over one axis and streamed over the others, whatever their order."""
+    found = {tuple(c.kind + c.factor for c in s.choices): s for s in strategies(STREAM, {}, (2, 3))}
+    for kinds in (("streamn", "splitk"), ("splitk", "streamn")):
+        split, streamed = kinds.index("splitk"), kinds.index("streamn")
+        x = found[kinds].ins[0]
+        assert x[split] == S(1, 1, 12, 1) and x[streamed] == S(1, (2, 3)[split], 12 // (2, 3)[split], 1)
+
+
+def test_no_tensor_is_split_along_a_partner_twice() -> None:
+    rows = op_type("b0 b1 k, n k -> b0 b1 n", {"x": (4, 6, 12), "w": (10, 12)}, (4, 6, 10), form="x*w", sum="k")
+    pairs = {"b0": "k", "b1": "k"}
+    streamed = replace(
+        rows, rule=replace(rows.rule, algorithms=(Algorithm("stream", tuple(pairs), print, pairs=pairs),))
+    )
+    assert (
+        apply(streamed, [parse_choice(c, streamed.rule) for c in ("stream b0 with k", "stream b1 with k")], (2, 2))
+        is None
+    )
+
+
+def test_partners_are_written_and_read() -> None:
+    choice = Choice("stream", "n", Cut(1, 10, 1), partner=("k", Cut(3, 4, 1)))
+    assert str(choice) == "stream n with k at 3,4,1"
+    assert parse_choice(str(choice), STREAM.rule) == choice
+    for wrong in ("stream n", "stream n with b0", "stream n with k at 5,2,1", "split n with k"):
+        with pytest.raises(ValueError, match=r"stream|split"):
+            parse_choice(wrong, STREAM.rule)
 
 
 # ------------------------------------------------------------------------------------------------ text
