@@ -114,7 +114,7 @@ def _breakdown(plan: Plan) -> list[str]:
 
     compute = total([(k, k) for k in ("forward", "backward", "recompute", "optimizer")])
     sent = total([("activations", "activations"), ("weights", "weights"), ("inside ops", "inside ops")])
-    hidden = parts.get("weights hidden", 0.0)
+    hidden = parts.get("weights hidden", 0.0) + parts.get("inside ops hidden", 0.0)
     lines = [f"  compute = {compute}"] if compute else []
     if sent or plan.predicted.comm_bytes:
         words = [f"{format_bytes(plan.predicted.comm_bytes)} sent per rank"] if plan.predicted.comm_bytes else []

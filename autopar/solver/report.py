@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 from autopar.layout import Layout, S, conversion, format_layout, format_state, parse_layout
 from autopar.passes.fold import Folding, edges
 from autopar.plan import Plan, parse_move
 from autopar.program import module_path
 from autopar.rules.analysis import Analysis, Operation
-from autopar.rules.derive import apply, parse_choice
+from autopar.rules.derive import Strategy, algorithm_of, apply, parse_choice
 from autopar.solver.prices import Prices
 
 
@@ -30,12 +31,13 @@ def table(plan: Plan, analysis: Analysis, folding: Folding, prices: Prices) -> t
         assert strategy is not None  # it was priced
         ins, outs = ([analysis.values[v] for v in names] for names in (op.inputs, op.outputs))
         cost = prices.op(op, strategy, ins, outs)
+        moved = dict.fromkeys((*sent.get(op.name, ()), *_inside(op, strategy, prices.sizes)))
         row = {
             "module": module_path(op.node),
             "op": op.name,
             "out": _short(strategy.outs[0], axes),
             "time": repr(cost.seconds),
-            "communication": ", ".join(sent.get(op.name, ())) or "-",
+            "communication": ", ".join(moved) or "-",
             "bytes": str(round(weights.get(op.name, 0.0))),
             "count": str(folding.counts.get(op.name, 1)),
         }
@@ -59,6 +61,16 @@ def _main_input(op: Operation, analysis: Analysis) -> int | None:
     """The first input that is no weight."""
     kinds = [analysis.values[analysis.root(v)].kind for v in op.inputs]
     return next((i for i, kind in enumerate(kinds) if kind != "parameter"), None)
+
+
+def _inside(op: Operation, strategy: Strategy, sizes: Sequence[int]) -> list[str]:
+    """Collectives of the op's own algorithm."""
+    out = []
+    for choice, n in zip(strategy.choices, sizes, strict=True):
+        algorithm = algorithm_of(op.rule, choice)
+        if algorithm is not None and algorithm.traffic is not None:
+            out += [f"{t.kind} inside" for t in algorithm.traffic(op.type, choice, n) if t.forward]
+    return out
 
 
 def _communication(
