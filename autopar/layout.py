@@ -190,6 +190,17 @@ def local_split(
     return Split(shard.dim, outer, units, inner)
 
 
+def split_factor(layout: Layout, axis: int, sizes: Sequence[int]) -> int:
+    """Groups in which ``axis`` cuts what the axes before it have left of its dimension: 1 for a plain cut of that.
+
+    Cuts are even, but for the innermost.
+    """
+    state = layout[axis]
+    assert isinstance(state, S)
+    before = (b for b in range(axis) if isinstance(s := layout[b], S) and s.dim == state.dim and s.m < state.m)
+    return state.m // math.prod(sizes[b] for b in before)
+
+
 def cut_order(layout: Layout) -> list[int]:
     """Axes in the order in which a whole tensor is sliced: cuts of one dimension from the outside in."""
     return [a for _, _, a in sorted((s.dim, s.m, a) for a, s in enumerate(layout) if isinstance(s, S))]

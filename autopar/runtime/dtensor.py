@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import math
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,24 +16,22 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from autopar.errors import RuntimeMismatch
-from autopar.layout import I, Layout, Mesh, Move, S, Shape, State, canonical, cut_order, local_split
+from autopar.layout import I, Layout, Mesh, Move, S, Shape, State, canonical, cut_order, local_split, split_factor
 from autopar.runtime.collectives import Axis, Step, take_part
 
 
 def placements(layout: Layout, axis_sizes: Sequence[int]) -> tuple[Placement, ...]:
     """DTensor placements of a stored layout (I and S states).
 
-    Cuts that nest in the order of the axes are `Shard`; one even cut in m groups is a strided shard.
+    Cuts that nest in the order of the axes are `Shard`; one in groups of what the axes before it left is strided.
     """
     out: list[Placement] = []
     for axis, state in enumerate(layout):
-        if not isinstance(state, S):
+        if isinstance(state, S):
+            groups = split_factor(layout, axis, axis_sizes)
+            out.append(Shard(state.dim) if groups == 1 else _StridedShard(state.dim, split_factor=groups))
+        else:
             out.append(Replicate())
-            continue
-        before = math.prod(
-            axis_sizes[b] for b, s in enumerate(layout) if b < axis and isinstance(s, S) and s.dim == state.dim
-        )
-        out.append(Shard(state.dim) if state.m == before else _StridedShard(state.dim, split_factor=state.m))
     return tuple(out)
 
 
@@ -42,15 +39,15 @@ def from_placements(shape: Shape, given: Iterable[Placement], axis_sizes: Sequen
     """Inverse of `placements`; a partial placement is refused with ValueError."""
     out: list[Any] = []
     for axis, placement in enumerate(given):
-        n = axis_sizes[axis]
         if placement.is_replicate():
             out.append(I)
-        elif isinstance(placement, _StridedShard):
-            groups = int(placement.split_factor)
-            out.append(canonical(S(placement.dim, groups, shape[placement.dim] // groups, 1), n))
-        elif isinstance(placement, Shard):
-            before = math.prod(axis_sizes[b] for b, s in enumerate(out) if isinstance(s, S) and s.dim == placement.dim)
-            out.append(canonical(S(placement.dim, before, shape[placement.dim] // before, 1), n))
+        elif isinstance(placement, (Shard, _StridedShard)):
+            m, dim = int(getattr(placement, "split_factor", 1)), placement.dim
+            groups = m
+            for b, state in enumerate(out):  # cuts in as many groups or fewer lie outside
+                if isinstance(state, S) and state.dim == dim and split_factor(tuple(out), b, axis_sizes) <= groups:
+                    m *= axis_sizes[b]
+            out.append(canonical(S(dim, m, shape[dim] // m, 1), axis_sizes[axis]))
         else:
             raise ValueError(f"{placement} is no layout of a stored weight")
     return tuple(out)

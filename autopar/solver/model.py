@@ -158,7 +158,7 @@ def _weight(b: _Builder, weight: Weight, zero: int | None) -> None:
     forward, backward, value = weight.forward, weight.backward, weight.value
     stored = {}
     for layout in weight.stored:
-        strided = 0.0 if is_plain(value.shape, layout, space.mesh.sizes) else _TIE
+        strided = 0.0 if is_plain(layout, space.mesh.sizes) else _TIE
         stored[layout] = model.binary(space.prices.update(value, layout) * count * b.second + strided)
     held = {layout: model.binary() for layout in forward.layouts}
     model.row(1.0, 1.0, ((c, 1.0) for c in stored.values()))

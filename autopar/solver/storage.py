@@ -3,44 +3,40 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 
-from autopar.layout import I, Layout, S, Shape, State, canonical, is_even, is_valid
+from autopar.layout import I, Layout, S, Shape, State, canonical, is_even, is_valid, split_factor
 
 
 def storable(shape: Shape, layout: Layout, sizes: Sequence[int]) -> bool:
     """Whether a DTensor can have this layout.
 
-    On each dimension either plain cuts, nested in the order of the mesh's axes and uneven on the last only, or one
-    strided cut that divides; everywhere else the weight is whole.
+    Axis by axis each cuts what those before it have left: plainly, or, on one axis of each dimension, evenly in groups
+    (a strided shard).  Where later axes cut that dimension too the groups are theirs.  Everywhere else the weight is
+    whole.
     """
     if any(not isinstance(state, S) and state != I for state in layout):
         return False
-    cuts = _cuts(layout, sizes)
-    return all(_plain(c, shape[d]) or (len(c) == 1 and is_even(*c[0])) for d, c in cuts.items())
-
-
-def is_plain(shape: Shape, layout: Layout, sizes: Sequence[int]) -> bool:
-    """Whether a storable layout needs no strided cut."""
-    return all(_plain(c, shape[d]) for d, c in _cuts(layout, sizes).items())
-
-
-def _cuts(layout: Layout, sizes: Sequence[int]) -> dict[int, list[tuple[S, int]]]:
-    """Cuts with their axis' size, by dimension."""
-    out: dict[int, list[tuple[S, int]]] = {}
-    for state, n in zip(layout, sizes, strict=True):
-        if isinstance(state, S):
-            out.setdefault(state.dim, []).append((state, n))
-    return out
-
-
-def _plain(cuts: Sequence[tuple[S, int]], size: int) -> bool:
-    m = 1
-    for k, (state, n) in enumerate(cuts):
-        if state.m != m or state.u != 1 or size // m != state.N or (k < len(cuts) - 1 and state.N % n):
+    strided: set[int] = set()
+    for axis, state in enumerate(layout):
+        if not isinstance(state, S):
+            continue
+        groups = split_factor(layout, axis, sizes)
+        if groups > 1:
+            later = [b for b in range(axis + 1, len(layout)) if isinstance(s := layout[b], S) and s.dim == state.dim]
+            theirs = not later or groups == math.prod(sizes[b] for b in later)
+            if state.dim in strided or not theirs or not is_even(state, sizes[axis]):
+                return False
+            strided.add(state.dim)
+        elif state.u != 1:
             return False
-        m *= n
     return True
+
+
+def is_plain(layout: Layout, sizes: Sequence[int]) -> bool:
+    """Whether a storable layout needs no strided cut."""
+    return all(split_factor(layout, a, sizes) == 1 for a, state in enumerate(layout) if isinstance(state, S))
 
 
 def storage_states(shape: Shape, used: Iterable[Layout], sizes: Sequence[int]) -> list[Layout]:

@@ -18,6 +18,7 @@ from autopar.layout import I, Layout, Mesh, S, canonical
 from autopar.plan import Plan
 from autopar.runtime.dtensor import from_placements, local_of, placements, runtime_axes, take_local, wrap
 from autopar.runtime.module import ParallelModule
+from autopar.solver.storage import storable
 from autopar.testing import run_local
 
 
@@ -34,6 +35,8 @@ STORED: list[tuple[tuple[int, int], Layout]] = [
     ((12, 5), (cut(0, 1, 12, 2), cut(0, 2, 12, 2))),
     ((10, 5), (cut(0, 1, 10, 2), cut(0, 2, 10, 2))),  # 5 rows on 2: the last cut does not divide
     ((12, 5), (I, cut(0, 3, 12, 2))),  # a fused QKV: once in each of three groups
+    ((12, 5), (cut(0, 2, 12, 2), cut(0, 1, 12, 2))),  # inside what the next axis cuts
+    ((24, 5), (cut(0, 1, 24, 2), cut(0, 6, 24, 2))),  # in three groups of what the first axis cuts
     ((1, 5), (cut(0, 1, 1, 2), I)),  # one rank holds nothing
 ]
 
@@ -58,6 +61,17 @@ def test_a_stored_layout_is_a_dtensor(shape: tuple[int, int], layout: Layout) ->
             torch.testing.assert_close(local, local_of(theirs), rtol=0, atol=0)
 
     run_local(rank_main, 4)
+
+
+def test_what_no_dtensor_can_be_is_not_stored_so() -> None:
+    """In groups that are not the next axis' own; in groups on both axes; unevenly in groups."""
+    assert all(storable(shape, layout, (2, 2)) for shape, layout in STORED)
+    for shape, layout in (
+        ((24,), (cut(0, 6, 24, 2), cut(0, 1, 24, 2))),
+        ((24,), (cut(0, 3, 24, 2), cut(0, 6, 24, 2))),
+        ((15,), (cut(0, 3, 15, 2), I)),
+    ):
+        assert not storable(shape, layout, (2, 2)), layout
 
 
 def zero3(case: models.Case, world: int) -> tuple[Plan, autopar.ClusterSpec]:

@@ -226,6 +226,7 @@ def test_refuses_an_axis_that_the_mesh_lacks() -> None:
         (S(0, 1, 12, 1), S(1, 1, 5, 1)),
         (S(0, 1, 12, 1), S(0, 2, 6, 1)),  # nested in the order of the axes
         (S(0, 3, 4, 1), I),  # strided: a fused QKV weight
+        (S(0, 2, 6, 1), S(0, 1, 12, 1)),  # inside the later axis
         (I, I),
     ],
 )
