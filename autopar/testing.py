@@ -27,6 +27,7 @@ def run_local(fn: Callable[[int], T], world_size: int, timeout: float = 300.0) -
     errors: list[tuple[int, BaseException]] = []
     c10d._set_thread_isolation_mode(True)
     threaded._install_threaded_pg()
+    threaded.ProcessLocalGroup.reduce = _reduce
     store = dist.HashStore()
 
     def rank_main(rank: int) -> None:
@@ -61,6 +62,14 @@ def run_local(fn: Callable[[int], T], world_size: int, timeout: float = 300.0) -
     if alive:
         raise TimeoutError(f"{', '.join(alive)} did not end within {timeout:.0f} s")
     return results  # type: ignore[return-value]
+
+
+def _reduce(self: Any, tensors: list[torch.Tensor], opts: Any) -> Any:
+    """Torch's ranks as threads have no reduce: an all-reduce that only the target sees the result of."""
+    mine = tensors if self.rank() == opts.rootRank else [t.clone() for t in tensors]
+    all_reduce: Any = dist.AllreduceOptions()
+    all_reduce.reduceOp = opts.reduceOp
+    return self.allreduce(mine, all_reduce)
 
 
 def _end_others(group: Any, error: BaseException) -> None:

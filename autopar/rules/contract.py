@@ -10,9 +10,11 @@ from torch import fx
 from autopar.errors import RuleError
 from autopar.layout import Shape
 from autopar.program import args_of, place, shape_of, target_name, tensor_inputs
-from autopar.rules.notation import Dims, Rule, define
+from autopar.rules.derive import Choice, OpType
+from autopar.rules.notation import Dims, Rule, Traffic, define
 from autopar.rules.registry import algorithm, algorithms_of, computed, from_text, rule
 from autopar.runtime.kernels.grouped import grouped_mm_fallback_parts, grouped_mm_parts
+from autopar.runtime.kernels.summa import linear_stream
 
 rule("aten.mm.default", "m k, k n -> m n", args="a b", form="a*b", sum="k", saves="a b", flops="2 m k n")
 rule("aten.bmm.default", "b m k, b k n -> b m n", args="a b", form="a*b", sum="k", saves="a b", flops="2 b m k n")
@@ -24,6 +26,25 @@ rule(
     sum="k",
     saves="x w",
     flops="2 ... k n",
+)
+
+
+def _streamed(op: OpType, choice: Choice, n: int) -> list[Traffic]:
+    """The operand that is split along the contraction travels forward, again where the other one's gradient needs it,
+    and its own gradient comes back."""
+    own = 0 if choice.factor == "n" else 1
+    wanted, travels = op.differentiable_ins[own], op.differentiable_ins[1 - own]
+    sent = [Traffic("all-gather", ("in", own), 1, int(travels))]
+    return [*sent, Traffic("reduce-scatter", ("in", own), 0, 1)] if wanted else sent
+
+
+algorithm(
+    "aten.linear.default",
+    "stream",
+    splits="b0/k b1/k b2/k n/k",
+    run=linear_stream,
+    traffic=_streamed,
+    overlaps=True,
 )
 rule("aten.dot.default", "k, k -> ", args="a b", form="a*b", sum="k", saves="a b", flops="2 k")
 rule("aten.mv.default", "m k, k -> m", args="a b", form="a*b", sum="k", saves="a b", flops="2 m k")
