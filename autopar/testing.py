@@ -64,12 +64,23 @@ def run_local(fn: Callable[[int], T], world_size: int, timeout: float = 300.0) -
     return results  # type: ignore[return-value]
 
 
-def _reduce(self: Any, tensors: list[torch.Tensor], opts: Any) -> Any:
-    """Torch's ranks as threads have no reduce: an all-reduce that only the target sees the result of."""
-    mine = tensors if self.rank() == opts.rootRank else [t.clone() for t in tensors]
-    all_reduce: Any = dist.AllreduceOptions()
-    all_reduce.reduceOp = opts.reduceOp
-    return self.allreduce(mine, all_reduce)
+class _Reduce:
+    """A reduction among ranks as threads, of which torch has none: an all-reduce of copies but for the target's."""
+
+    def __init__(self, opts: Any) -> None:
+        from torch.testing._internal.distributed.multi_threaded_pg import AllReduce
+
+        self.target, self.all_reduce = opts.rootRank, AllReduce(opts.reduceOp)
+
+    def work(self, data: list[list[torch.Tensor]]) -> None:
+        self.all_reduce.work([ts if r == self.target else [t.clone() for t in ts] for r, ts in enumerate(data)])
+
+
+def _reduce(group: Any, tensors: list[torch.Tensor], opts: Any) -> Any:
+    collective = group._start_coll(_Reduce(opts), group)
+    work = collective.join(group.rank(), tensors)
+    group._end_coll(collective, group)
+    return work
 
 
 def _end_others(group: Any, error: BaseException) -> None:

@@ -52,10 +52,23 @@ def mutants(rule: Rule, floating: tuple[bool, ...]) -> Named:
         for factor in sorted((rule.whole & {*rule.factors}) - {*known.splits}):
             wider = replace(known, splits=(*known.splits, factor))
             yield f"{known.name} splits {factor}", replace(rule, algorithms=(*rest[0], wider, *rest[1]))
+        for factor, partner in ((f, p) for f, p in known.pairs.items() if f in rule.factors):
+            for other in sorted(_beside(rule, factor) - {factor, partner}):
+                wrong = replace(known, pairs={**known.pairs, factor: other})
+                yield (
+                    f"{known.name} splits {factor} with {other}",
+                    replace(rule, algorithms=(*rest[0], wrong, *rest[1])),
+                )
     if rule.filled:
         yield "may be empty", replace(rule, filled=False)
     if rule.reshapes:
         yield "does not reshape", replace(rule, reshapes=False)
+
+
+def _beside(rule: Rule, factor: str) -> set[str]:
+    """Factors of tensors that lack ``factor``."""
+    tensors = [{f for d in dims for f in d} for dims in (*rule.ins, *rule.outs)]
+    return set().union(*(t for t in tensors if factor not in t))
 
 
 def _roles(rule: Rule) -> Named:

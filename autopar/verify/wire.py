@@ -41,9 +41,10 @@ _counting = _Counting()
 
 @contextlib.contextmanager
 def counted() -> Iterator[Callable[[ParallelModule], Counter[str]]]:
-    """Inside, collectives of all threads are counted; what it yields gives a module's bytes by axis.
+    """Inside, collectives of all threads are counted; what it yields gives a module's bytes by axis so far.
 
-    Bytes are those that a ring sends, padding of unequal shards included.
+    Bytes are those that a ring sends, padding of unequal shards included; to a broadcast its source's (n-1) times the
+    value, to a reduction the value of all others.
     """
     calls: dict[int, list[tuple[Any, float, bool]]] = {}
 
@@ -75,7 +76,7 @@ def _size(x: Tensor) -> int:
 def _replace(stack: contextlib.ExitStack) -> None:
     """Put in place of torch's functions, and of ours that call them by another name, ones that count."""
     add = _counting.add
-    real = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single", "broadcast")}
+    real = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single", "broadcast", "reduce")}
     real |= {name: getattr(collectives, name) for name in ("_all_gather", "_reduce_scatter")}
     real_unpack = Gradients.unpack
 
@@ -94,6 +95,11 @@ def _replace(stack: contextlib.ExitStack) -> None:
         if dist.get_rank(group) == group_src:
             add(group, (dist.get_world_size(group) - 1) * _size(x))
         return real["broadcast"](x, *args, group=group, group_src=group_src, **kwargs)
+
+    def reduce(x: Tensor, *args: Any, group: Any = None, group_dst: int = 0, **kwargs: Any) -> Any:
+        if dist.get_rank(group) != group_dst:
+            add(group, _size(x))
+        return real["reduce"](x, *args, group=group, group_dst=group_dst, **kwargs)
 
     def all_gather(out: Tensor, row: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
         add(group, (dist.get_world_size(group) - 1) * _size(row))
@@ -114,6 +120,7 @@ def _replace(stack: contextlib.ExitStack) -> None:
         (dist, "all_reduce", all_reduce),
         (dist, "all_to_all_single", all_to_all),
         (dist, "broadcast", broadcast),
+        (dist, "reduce", reduce),
         (collectives, "_all_gather", all_gather),
         (collectives, "_reduce_scatter", reduce_scatter),
         (Gradients, "unpack", unpack),

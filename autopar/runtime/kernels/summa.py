@@ -38,7 +38,7 @@ WALKED = -1
 
 
 class Slice(NamedTuple):
-    """``width`` rows of the contraction, all of them one rank's of the input and one's of the weight: whose, and where."""
+    """``width`` rows of the contraction that are one rank's of the input and one's of the weight: whose, and where."""
 
     width: int
     owners: tuple[int, int]
