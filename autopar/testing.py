@@ -27,7 +27,8 @@ def run_local(fn: Callable[[int], T], world_size: int, timeout: float = 300.0) -
     errors: list[tuple[int, BaseException]] = []
     c10d._set_thread_isolation_mode(True)
     threaded._install_threaded_pg()
-    threaded.ProcessLocalGroup.reduce = _reduce
+    group: Any = threaded.ProcessLocalGroup
+    group.reduce = _reduce
     store = dist.HashStore()
 
     def rank_main(rank: int) -> None:

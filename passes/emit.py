@@ -44,7 +44,7 @@ from autopar.program import OutputName, call_arguments, is_tensor, module_path, 
 from autopar.rules.analysis import Operation, View
 from autopar.rules.derive import Strategy, algorithm_of, factor_size
 from autopar.rules.factors import relabel
-from autopar.rules.notation import Rule
+from autopar.rules.notation import Rule, Traffic
 from autopar.runtime.collectives import Step, convert
 from autopar.runtime.kernels.parts import AxisCut, Part
 from autopar.runtime.parameters import use
@@ -225,22 +225,12 @@ class _Emitter:
                 Conversion(name, kind, axis, self.where, f if forward else 0.0, b if forward else f)
             )
 
-    def count_own(self, name: str, op: Operation, strategy: Strategy) -> None:
+    def count_own(self, name: str, op: Operation) -> None:
         """What an op's algorithm says that it sends."""
-        values = self.resolved.analysis.values
-        for axis, choice in enumerate(strategy.choices):
-            algorithm = algorithm_of(op.rule, choice)
-            if algorithm is None or algorithm.traffic is None:
-                continue
-            n = self.mesh.sizes[axis]
-            for t in algorithm.traffic(op.type, choice, n):
-                where, i = t.tensor
-                names, layouts = (op.inputs, strategy.ins) if where == "in" else (op.outputs, strategy.outs)
-                value, layout = values[names[i]], (*layouts[i][:axis], I, *layouts[i][axis + 1 :])
-                whole = float(value.dtype.itemsize * math.prod(self.local(value.shape, layout)))
-                sent = sent_bytes(t.kind, whole, n)
-                moved = Conversion(name, t.kind, self.mesh.axes[axis], self.where, sent * t.forward, sent * t.backward)
-                self.conversions.append(moved)
+        for axis, t, nbytes in own_traffic(self.resolved, op, self.at):
+            sent = sent_bytes(t.kind, nbytes, self.mesh.sizes[axis])
+            moved = Conversion(name, t.kind, self.mesh.axes[axis], self.where, sent * t.forward, sent * t.backward)
+            self.conversions.append(moved)
 
     # ------------------------------------------------------------------------------------------ operations
 
@@ -264,7 +254,7 @@ class _Emitter:
             args, kwargs = local_arguments(op.node, inputs, overrides, self.extra)
             node = self.call(target, args, kwargs)
         self.note(node, op.name, strategy.outs[0], place_of=op.node)
-        self.count_own(node.name, op, strategy)
+        self.count_own(node.name, op)
         if isinstance(op.node.meta["val"], torch.Tensor):
             self.made(op.outputs[0], strategy.outs[0], node)
             return
@@ -311,6 +301,20 @@ class _Emitter:
         node.meta["shape"] = None if value is None else self.local(value.shape, layout)
         node.meta["where"] = module_path(place_of) if place_of is not None else self.where
         return node
+
+
+def own_traffic(resolved: Resolved, op: Operation, at: tuple[int, ...]) -> Iterator[tuple[int, Traffic, float]]:
+    """(axis, what, bytes of its tensor on the rank at ``at`` with the axis undone) of what an op's algorithm sends."""
+    values, sizes, strategy = resolved.analysis.values, resolved.mesh.sizes, resolved.strategies[op.name]
+    for axis, choice in enumerate(strategy.choices):
+        algorithm = algorithm_of(op.rule, choice)
+        if algorithm is None or algorithm.traffic is None:
+            continue
+        for t in algorithm.traffic(op.type, choice, sizes[axis]):
+            where, i = t.tensor
+            names, layouts = (op.inputs, strategy.ins) if where == "in" else (op.outputs, strategy.outs)
+            value, layout = values[names[i]], (*layouts[i][:axis], I, *layouts[i][axis + 1 :])
+            yield axis, t, float(value.dtype.itemsize * math.prod(local_shape(value.shape, layout, sizes, at)))
 
 
 def local_arguments(

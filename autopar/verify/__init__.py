@@ -9,6 +9,7 @@ The first two run nothing, need no other process, and take a model of any size.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ from autopar.verify.ranks import compare_ranks
 from autopar.verify.report import Finding, Report
 from autopar.verify.step import check_step
 from autopar.verify.subject import RankGraph, Ways, coordinates_that_matter, rank_graph
-from autopar.verify.traffic import check_traffic, planned, sent_by_plan
+from autopar.verify.traffic import check_traffic, own_transfers, planned, sent_by_plan
 from autopar.verify.trial import Outcome, Trial
 from autopar.verify.types import Types, check_types
 from autopar.verify.widen import invented, wide_batch, wide_model, wide_program
@@ -166,7 +167,7 @@ def check_graphs(
         findings += types[-1].findings
         findings += check_traffic(resolved, graph, types[-1], outputs)
     findings += compare_ranks(resolved, graphs, types)
-    first = planned(resolved, graphs[0].at, outputs)
+    first = planned(resolved, graphs[0].at, outputs) + Counter(own_transfers(resolved, graphs[0].at, outputs))
     counts: dict[str, float] = {
         "kinds of ranks": len(graphs),
         "nodes of a graph": len(graphs[0].graph.nodes),

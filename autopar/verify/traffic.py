@@ -31,10 +31,11 @@ from autopar.layout import (
     local_shape,
     middle,
 )
-from autopar.passes.emit import emitted_operations
+from autopar.passes.emit import emitted_operations, own_traffic
 from autopar.passes.resolve import Resolved
 from autopar.plan import find_path
 from autopar.program import OutputName, args_of, place
+from autopar.rules.analysis import Operation
 from autopar.rules.derive import algorithm_of
 from autopar.runtime.collectives import LocalState, Step, convert
 from autopar.runtime.parameters import use
@@ -155,8 +156,21 @@ def undone_bytes(resolved: Resolved, at: tuple[int, ...], name: str, move: Move)
     return float(value.dtype.itemsize * math.prod(local_shape(value.shape, layout, resolved.mesh.sizes, at)))
 
 
+def own_transfers(resolved: Resolved, at: tuple[int, ...], outputs: bool) -> list[Transfer]:
+    """What algorithms say that they send of their own."""
+    out = []
+    for op in emitted_operations(resolved, outputs):
+        for axis, t, nbytes in own_traffic(resolved, op, at):
+            sent = sent_bytes(t.kind, nbytes, resolved.mesh.sizes[axis])
+            for direction, times in ((FORWARD, t.forward), (BACKWARD, t.backward)):
+                if sent * times:
+                    out.append(Transfer(op.name, direction, t.kind, resolved.mesh.axes[axis], sent * times))
+    return out
+
+
 def sent_by_plan(resolved: Resolved, at: tuple[int, ...], outputs: bool) -> tuple[dict[str, float], bool]:
-    """(bytes by axis that a step sends, whether that is all): algorithms send more of their own.
+    """(bytes by axis that a step sends, whether that is all): algorithms send more of their own, of which some do not
+    say how much, and none how much of unequal shards.
 
     Unequal shards are padded to the largest, and from one cut of a dimension to another goes through the whole value.
     """
@@ -167,8 +181,23 @@ def sent_by_plan(resolved: Resolved, at: tuple[int, ...], outputs: bool) -> tupl
         nbytes = undone_bytes(resolved, at, planned_move.value, planned_move.move)
         sent = wire_bytes(*planned_move.ends, mesh.sizes[axis], at[axis], nbytes)
         out[mesh.axes[axis]] = out.get(mesh.axes[axis], 0.0) + sent
-    choices = ((op, c) for op in emitted_operations(resolved, outputs) for c in resolved.strategies[op.name].choices)
-    return out, not any(algorithm_of(op.rule, c) for op, c in choices)
+    if not all(_says_all(resolved, op) for op in emitted_operations(resolved, outputs)):
+        return out, False
+    for t in own_transfers(resolved, at, outputs):
+        out[t.axis] = out.get(t.axis, 0.0) + t.nbytes
+    return out, True
+
+
+def _says_all(resolved: Resolved, op: Operation) -> bool:
+    """Whether it is known what the op sends of its own: nothing, or what its algorithm says of equal shards."""
+    strategy = resolved.strategies[op.name]
+    for axis, choice in enumerate(strategy.choices):
+        algorithm, n = algorithm_of(op.rule, choice), resolved.mesh.sizes[axis]
+        states = [layout[axis] for layout in (*strategy.ins, *strategy.outs)]
+        even = all(s.N % n == 0 for s in states if isinstance(s, S))
+        if algorithm is not None and (algorithm.traffic is None or not even):
+            return False
+    return True
 
 
 def wire_bytes(src: State, dst: State, n: int, index: int, nbytes: float) -> float:

@@ -24,12 +24,12 @@ from autopar.runtime.kernels.parts import AxisCut, Part, positions
 
 
 class Run(NamedTuple):
-    """Columns of a shard: ``count`` times ``length`` of them, each beginning ``period`` after the one before."""
+    """Columns of a shard: ``times`` many times ``length`` of them, each beginning ``period`` after the one before."""
 
     start: int
     length: int
     period: int
-    count: int
+    times: int
 
 
 Columns: TypeAlias = tuple[Run, ...]
@@ -97,10 +97,10 @@ def _runs(columns: Sequence[int]) -> Columns:
         if (
             last is not None
             and last.length == length
-            and (last.count == 1 or start == last.start + last.count * last.period)
+            and (last.times == 1 or start == last.start + last.times * last.period)
         ):
-            period = (start - last.start) // last.count
-            out[-1] = last._replace(period=period, count=last.count + 1)
+            period = (start - last.start) // last.times
+            out[-1] = last._replace(period=period, times=last.times + 1)
         else:
             out.append(Run(start, length, length, 1))
     return tuple(out)
@@ -124,24 +124,24 @@ def walk(x: Part, w: Part, shared: Part) -> Walk:
 
 
 def _views(shard: Tensor, columns: Columns) -> Iterator[Tensor]:
-    """[rows, count, length] of each run."""
-    for start, length, period, count in columns:
-        span = (count - 1) * period + length
+    """[rows, times, length] of each run."""
+    for start, length, period, times in columns:
+        span = (times - 1) * period + length
         yield shard.narrow(1, start, span).unfold(1, length, period)
 
 
 def _cut_out(shard: Tensor, columns: Columns) -> Tensor:
     """The columns, contiguous; the shard itself where they are all of it."""
     rows = shard.shape[0]
-    parts = [v.reshape(rows, run.length * run.count) for v, run in zip(_views(shard, columns), columns, strict=True)]
+    parts = [v.reshape(rows, run.length * run.times) for v, run in zip(_views(shard, columns), columns, strict=True)]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def _put(shard: Tensor, columns: Columns, value: Tensor) -> None:
     low = 0
     for view, run in zip(_views(shard, columns), columns, strict=True):
-        width = run.length * run.count
-        view.copy_(value.narrow(1, low, width).unflatten(1, (run.count, run.length)))
+        width = run.length * run.times
+        view.copy_(value.narrow(1, low, width).unflatten(1, (run.times, run.length)))
         low += width
 
 
@@ -179,7 +179,8 @@ def _hand_over(
 ) -> Callable[[], None] | None:
     """Put a term of a slice's gradient where the slice lives; what is returned ends it."""
     if axis is None:
-        return _put(shard, columns, part)
+        _put(shard, columns, part)
+        return None
     buffer, work = start_reduce(part, axis, owner)
 
     def finish() -> None:
