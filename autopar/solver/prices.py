@@ -22,7 +22,7 @@ from autopar.cost_model.profiler import Profile, op_key
 from autopar.layout import I, Layout, P, R, S, Shape, State, conversion, dual, largest_local_numel, local_shape
 from autopar.program import target_name
 from autopar.rules.analysis import Operation, Value
-from autopar.rules.derive import Choice, Strategy, algorithm_of, factor_size, local_flops
+from autopar.rules.derive import Choice, Strategy, algorithm_of, factor_size, is_paired, local_flops
 from autopar.rules.notation import Algorithm, Rule
 
 # An algorithm that combines parts of statistics (softmax, normalisation) reduces one number per row this many times.
@@ -62,7 +62,7 @@ class OpPrice(NamedTuple):
     communication_back: float
     hidden: float
     sent: float
-    transient: float  # bytes of its inputs and outputs
+    transient: float  # bytes of its inputs and outputs, and of what passes through
 
     @property
     def seconds(self) -> float:
@@ -148,12 +148,15 @@ class Prices:
         rule = op.rule
         sizes_in = [self.nbytes(v, layout) for v, layout in zip(ins, strategy.ins, strict=True)]
         sizes_out = [self.nbytes(v, layout) for v, layout in zip(outs, strategy.outs, strict=True)]
-        moved = sum(sizes_in) + sum(sizes_out)
+        held = sum(sizes_in) + sum(sizes_out)
+        steps, passing = self._passing(op, strategy, ins, outs)
+        # what passes through is read as well, and what a product adds up is read and written again at every step
+        moved = held + passing + 2 * (steps - 1) * sum(sizes_out)
         floating = next((v.dtype for v in (*outs, *ins) if v.dtype.is_floating_point), outs[0].dtype)
         gemm, shape = is_gemm(op), None
         if gemm:
             flops = local_flops(rule, strategy, self.sizes)
-            shape = _gemm_shape(rule, strategy, self.sizes)
+            shape = _gemm_shape(rule, strategy, self.sizes, steps)
         else:
             elements = max(self.numel(v.shape, layout) for v, layout in self._largest(strategy, ins, outs))
             flops = elements * ELEMENT_OPS.get(_short_name(op), 1)
@@ -166,15 +169,37 @@ class Prices:
             shape=shape,
             largest_new=max(sizes_out),
         )
+        forward += (steps - 1) * self.device.launch_overhead
         has_backward = any(op.type.differentiable_outs)
         backward = 2 * forward if has_backward else 0.0
-        measured = (
-            None if self.profile is None else self.profile.ops.get(local_key(op, strategy, ins, outs, self.sizes))
-        )
+        measured = None
+        if self.profile is not None and not any(c.partner for c in strategy.choices):  # else shards do not say the work
+            measured = self.profile.ops.get(local_key(op, strategy, ins, outs, self.sizes))
         if measured is not None:
             forward, backward = measured[0], measured[1] if has_backward else 0.0
         own = self._communication(op, strategy, ins, outs, forward, backward)
-        return OpPrice(forward, backward, *own, moved * (2 if has_backward else 1))
+        transient = held + 2 * passing / steps  # of what passes through a rank holds this step's and the next one's
+        return OpPrice(forward, backward, *own, transient * (2 if has_backward else 1))
+
+    def _passing(
+        self, op: Operation, strategy: Strategy, ins: Sequence[Value], outs: Sequence[Value]
+    ) -> tuple[int, float]:
+        """(steps in which an algorithm that overlaps works, bytes of all that passes through a rank in them).
+
+        Two axes that walk one factor walk the common refinement of their cuts.
+        """
+        steps, passing = 1, 0.0
+        for axis, choice in enumerate(strategy.choices):
+            algorithm, n = algorithm_of(op.rule, choice), self.sizes[axis]
+            if algorithm is None or not algorithm.overlaps or choice.partner is None:
+                continue
+            steps += n - math.gcd(steps, n)
+            passing += sum(
+                self.undone(("in", i), strategy, ins, outs, axis)
+                for i, dims in enumerate(op.rule.ins)
+                if is_paired(dims, choice)
+            )
+        return steps, passing
 
     def ideal(self, op: Operation, ins: Sequence[Value], outs: Sequence[Value], ranks: int) -> float:
         """Seconds that no split over ``ranks`` can beat: arithmetic and bytes shared evenly, at full rates."""
@@ -361,13 +386,22 @@ def _short_name(op: Operation) -> str:
     return _SHORT_NAMES.get(name, name)
 
 
-def _gemm_shape(rule: Rule, strategy: Strategy, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Local (M, N, K) of a contraction: factors of the first operand alone, of the second alone, and of both alone."""
+def _gemm_shape(rule: Rule, strategy: Strategy, sizes: Sequence[int], steps: int = 1) -> tuple[int, ...]:
+    """Local (M, N, K) of a contraction: factors of the first operand alone, of the second alone, and of both alone.
+
+    What is walked is so in ``steps`` products.
+    """
     first = (0,) * len(sizes)
     a, b = ({f for dims in rule.ins[i] for f in dims} for i in _operands(rule))
     out = {f for dims in rule.outs[0] for f in dims}
+    walked = {c.partner[0] for c in strategy.choices if c.partner is not None}
+
+    def size(factor: str) -> int:
+        whole = factor_size(rule, strategy, factor, sizes, first)
+        return -(-whole // steps) if factor in walked else whole
+
     return tuple(
-        max(1, math.prod(factor_size(rule, strategy, f, sizes, first) for f in sorted(group)))
+        max(1, math.prod(size(f) for f in sorted(group)))
         for group in ((a & out) - b, (b & out) - a or b - a, (a & b) - out)
     )
 

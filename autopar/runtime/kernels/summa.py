@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from autopar.errors import RuntimeMismatch
 from autopar.runtime.collectives import Axis, start_broadcast, start_reduce, wide
 from autopar.runtime.kernels.parts import AxisCut, Part, positions
 
@@ -255,17 +254,15 @@ def linear_stream(
 
     pairs: "n": the part of k that x holds, where an axis splits n and so x along k; a factor of rows: the part that
     the weight holds.  Returns [..., n], a term of the sum over axes that split k itself.  Every rank of the axes that
-    are walked takes part, also with empty shards.  Raises RuntimeMismatch where shards are not those of ``parts``.
+    are walked takes part, also with empty shards.  Raises ValueError where shards are not those of ``parts``.
     """
     shared = parts["k"]
     rows = next((part for factor, part in pairs.items() if factor != "n"), shared)
     way = walk(pairs.get("n", shared), rows, shared)
     if (x.shape[-1], weight.shape[-1]) != way.widths:
-        raise RuntimeMismatch(
-            "a streamed product is given other shards than its plan says",
-            where="linear_stream",
-            expected=f"{way.widths[0]} columns of the input and {way.widths[1]} of the weight",
-            got=f"{list(x.shape)} and {list(weight.shape)}",
+        raise ValueError(
+            f"a streamed product of {list(x.shape)} and {list(weight.shape)}: by its parts this rank holds "
+            f"{way.widths[0]} columns of the input and {way.widths[1]} of the weight"
         )
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
