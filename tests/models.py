@@ -41,6 +41,35 @@ def mlp() -> Case:
     return Case(MLP().double(), batch, lambda out, batch: F.mse_loss(out, batch["y"]))
 
 
+class Line(nn.Module):
+    """One linear; the gradient of its input is that of ``shift``."""
+
+    def __init__(self, shape: tuple[int, ...], out: int, bias: bool) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(shape))
+        self.line = nn.Linear(shape[-1], out, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(x + self.shift)
+
+
+def line(
+    shape: tuple[int, ...],
+    out: int,
+    bias: bool = True,
+    loss: Callable[[Tensor, Tensor], Tensor] = F.mse_loss,
+) -> Case:
+    """A linear on x [shape], whose loss is ``loss(y, the batch's "y")``."""
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(shape).double(), "y": torch.randn(*shape[:-1], out).double()}
+    return Case(Line(shape, out, bias).double(), batch, lambda y, batch: loss(y, batch["y"]))
+
+
+def weighted(y: Tensor, weights: Tensor) -> Tensor:
+    """A loss that is a sum: its gradient is ``weights``."""
+    return (y * weights).sum()
+
+
 def tokens(padded: bool) -> dict[str, Tensor]:
     """Token ids and labels, some of them ignored; with padding on either side where ``padded``."""
     ids = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE))

@@ -227,9 +227,9 @@ class Prices:
         """Of what algorithms send: seconds that hold up the forward and the backward pass, hidden seconds, bytes.
 
         Where communication overlaps, all but the first of as many steps as the axis has ranks hides behind the others'
-        compute, as far as the device lets it.
+        compute, as far as the device lets it, and no compute hides two axes'.
         """
-        held, hidden, sent = [0.0, 0.0], 0.0, 0.0
+        held, hidden, sent, cover = [0.0, 0.0], 0.0, 0.0, [self.overlap * forward, self.overlap * backward]
         for axis, choice in enumerate(strategy.choices):
             algorithm = algorithm_of(op.rule, choice)
             if algorithm is None:
@@ -247,9 +247,10 @@ class Prices:
                 one = self.collective(kind, nbytes, axis)
                 seconds = [s + one * t for s, t in zip(seconds, times, strict=True)]
                 sent += collectives.sent_bytes(kind, nbytes, n) * sum(times)
-            for k, work in enumerate((forward, backward)):
-                behind = min(seconds[k], self.overlap * work) * (n - 1) / n if algorithm.overlaps else 0.0
+            for k in range(2):
+                behind = min(seconds[k], cover[k]) * (n - 1) / n if algorithm.overlaps else 0.0
                 held[k] += seconds[k] - behind
+                cover[k] -= behind
                 hidden += behind
         return held[0], held[1], hidden, sent
 

@@ -1,62 +1,52 @@
-"""Streamed SUMMA: in 2D, 2.5D and 3D it equals one process, sends what theory says, and holds no whole operand."""
+"""Streamed SUMMA: in 2D, 2.5D and 3D it equals one process, passes verify, and holds no whole operand."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import math
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import ledger
 import models
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
 from equality import Prepared, assert_equals_one_process, forced, mesh_of, prepare
-from models import Case
-from torch import Tensor, nn
+from models import Case, line, weighted
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.layout import Split, local_shape
+import autopar
+from autopar import api
+from autopar.layout import Split
 from autopar.passes.fold import expand
-from autopar.passes.resolve import resolve
+from autopar.passes.resolve import Resolved, resolve
+from autopar.plan import Plan
 from autopar.program import target_name
-from autopar.rules.analysis import Operation
-from autopar.rules.derive import _nested, _with_partners, parse_choice
+from autopar.rules.analysis import Bound, Operation
+from autopar.rules.derive import _nested, _with_partners, apply, parse_choice
 from autopar.runtime.collectives import Axis, convert
 from autopar.runtime.dtensor import runtime_axes
+from autopar.runtime.kernels import summa
 from autopar.runtime.kernels.parts import AxisCut, Part
-from autopar.runtime.kernels.summa import Run, _runs, linear_stream, slices
+from autopar.runtime.kernels.summa import Run, linear_stream, slices
+from autopar.solver.prices import prices
 from autopar.testing import run_local
+from autopar.verify.numbering import number_values
+from autopar.verify.step import check_step
+from autopar.verify.subject import RankGraph, rank_graph
+from autopar.verify.traffic import sent_by_plan
+from autopar.verify.trial import Trial
+from autopar.verify.types import check_types
 
 Sizes = tuple[int, ...]
 Choices = tuple[str, ...]
 
 ROWS, COLUMNS = "stream b0 with k", "stream n with k"
-
-
-class Line(nn.Module):
-    """One linear; the gradient of its input is that of ``shift``."""
-
-    def __init__(self, shape: Sizes, out: int, bias: bool) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.randn(shape))
-        self.line = nn.Linear(shape[-1], out, bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.line(x + self.shift)
-
-
-def line(shape: Sizes, out: int, bias: bool = True, loss: Callable[[Tensor, Tensor], Tensor] = F.mse_loss) -> Case:
-    torch.manual_seed(0)
-    batch = {"x": torch.randn(shape).double(), "y": torch.randn(*shape[:-1], out).double()}
-    return Case(Line(shape, out, bias).double(), batch, lambda y, batch: loss(y, batch["y"]))
-
-
-def product(y: Tensor, weights: Tensor) -> Tensor:
-    return (y * weights).sum()
 
 
 # ------------------------------------------------------------------------------------------------ equality
@@ -75,6 +65,10 @@ def prepared(name: str) -> Prepared:
     return prepare(made[name]())
 
 
+def lines_of(bound: Bound) -> list[Operation]:
+    return [op for op in bound.operations if target_name(op.node) == "aten.linear.default"]
+
+
 def nested(op: Operation, sizes: Sizes, texts: Choices) -> Choices:
     """The choices, each inside the cuts that others make of the same factor."""
     choices: list[Any] = []
@@ -90,8 +84,7 @@ def nested(op: Operation, sizes: Sizes, texts: Choices) -> Choices:
 def assert_streamed(name: str, sizes: Sizes, texts: Choices, seed: int = 0) -> None:
     """All linears run so, all else at random."""
     given = prepared(name)
-    lines = [op for op in given.bound.operations if target_name(op.node) == "aten.linear.default"]
-    plan = forced(given.bound, sizes, {op.name: nested(op, sizes, texts) for op in lines}, seed)
+    plan = forced(given.bound, sizes, {op.name: nested(op, sizes, texts) for op in lines_of(given.bound)}, seed)
     assert_equals_one_process(given, plan, f"{name} by {', '.join(texts)}")
 
 
@@ -131,102 +124,123 @@ def test_a_block_equals_one_process(name: str, mode: str) -> None:
     assert_streamed(name, *(MODES | LARGE)[mode])
 
 
-# ------------------------------------------------------------------------------------------------ the ledger
-
-SHAPE, OUT = (6, 6, 24), 48
-INPUT, WEIGHT, OUTPUT = 6 * 6 * 24 * 8, 24 * 48 * 8, 6 * 6 * 48 * 8  # bytes in float64
+# ------------------------------------------------------------------------------------------------ verify
 
 
-@functools.cache
-def measured() -> Prepared:
-    return prepare(line(SHAPE, OUT, bias=False, loss=product))
+def with_fingerprints(case: Case, mode: str) -> Plan:
+    """A plan of the model itself, as `autopar.parallelize` makes it."""
+    bound, (sizes, texts) = api.understand(case.model, case.batch, case.loss_fn), MODES[mode]
+    plan = forced(bound, sizes, {op.name: nested(op, sizes, texts) for op in lines_of(bound)})
+    cluster = autopar.ClusterSpec(nodes=1, devices_per_node=plan.world_size, device="cpu")
+    return msgspec.structs.replace(plan, fingerprints=api.fingerprints(bound.program, cluster))
 
 
-def column(p: int) -> tuple[Any, ...]:
-    return (p,), ("I",), ("split n",), ("split d2",), "I", "x:S0", (0, 0, 0), (2 * (p - 1), 0, 0)
+@pytest.mark.parametrize(("name", "mode"), [("even", "2D"), ("odd", "2D unequal"), ("gpt2", "2.5D"), ("llama", "3D")])
+def test_streamed_plans_pass_every_check(name: str, mode: str) -> None:
+    """Types, the public checker, bytes of collectives, and a step."""
+    case = prepared(name).case
+    report = autopar.verify_plan(with_fingerprints(case, mode), case.model, case.batch, loss_fn=case.loss_fn)
+    assert report.ok and set(report.left_out) <= {"the model itself"}, str(report)  # GPT-2 draws random numbers
 
 
-def row(p: int) -> tuple[Any, ...]:
-    return (p,), ("split d2",), ("split k",), ("I",), "x:S2", "x:S1", (0, 0, 2 * (p - 1)), (0, 0, 0)
-
-
-def square(q: int, times: int, *choices: str) -> tuple[Any, ...]:
-    ends = ("split d0", "split d2")
-    back = (times * (q - 1), times * (q - 1), 0)
-    return (q, q), ends, choices, ends, "x:S0 y:S2", "x:S1 y:S0", (q - 1, q - 1, 0), back
-
-
-def tesseract(q: int, d: int) -> tuple[Any, ...]:
-    ends, choices = ("split d1", "split d0", "split d2"), ("split b1", ROWS, COLUMNS)
-    back = (2 * (q - 1), 2 * (q - 1) * d + 2 * (d - 1), 0)
-    return (d, q, q), ends, choices, ends, "x:S1 y:S0 z:S2", "y:S1 z:S0", (q - 1, (q - 1) * d, 0), back
-
-
-def cube(times: int, choices: Choices) -> tuple[Any, ...]:
-    stored = "x:S0 y:S2(2,12,1) z:S2", "x:S1(2,12,1) y:S0 z:S1"
-    before, after = ("split d0", "split d2 at 2,12,1", "split d2"), ("split d0", "split d2", "split d1")
-    return (2, 2, 2), before, choices, after, *stored, (1, 1, 1), (times, times, 1)
-
-
-# ranks; how the ops before, the linear and the ops after are split; stored layouts of input and weight; and how often
-# input, weight and output are sent, forward and backward, in units of their whole size, by all ranks together
-LEDGER = {
-    **{f"1D column of {p}": column(p) for p in (2, 4, 8)},
-    **{f"1D row of {p}": row(p) for p in (2, 4, 8)},
-    **{f"2D gathered, q={q}": square(q, 1, "split b0", "split n") for q in (2, 3)},
-    **{f"2D streamed, q={q}": square(q, 2, ROWS, COLUMNS) for q in (2, 3)},
-    **{f"2.5D streamed, q=2 d={d}": tesseract(2, d) for d in (2, 3)},
-    "3D gathered": cube(1, ("split b0", "split n", "split k")),
-    "3D streamed": cube(2, (f"{ROWS} at 2,12,1", f"{COLUMNS} at 2,12,1", "split k")),
-}
-FORMULAS = {  # forward and backward together, as published
-    **{f"2D gathered, q={q}": 2 * (q - 1) * (INPUT + WEIGHT) for q in (2, 3)},
-    **{f"2D streamed, q={q}": 3 * (q - 1) * (INPUT + WEIGHT) for q in (2, 3)},
-    **{f"2.5D streamed, q=2 d={d}": 3 * (INPUT + d * WEIGHT) + 2 * (d - 1) * WEIGHT for d in (2, 3)},
-    "3D gathered": 2 * (INPUT + WEIGHT + OUTPUT),
-    "3D streamed": 3 * INPUT + 3 * WEIGHT + 2 * OUTPUT,
-}
-
-
-@pytest.mark.parametrize("mode", LEDGER)
-def test_a_linear_sends_what_theory_says(mode: str) -> None:
-    sizes, before, choices, after, shift, weight, forward, backward = LEDGER[mode]
-    given = measured()
-    ops = {"add": before, "linear": choices, "mul": after, "sum_1": after}
-    plan = ledger.decided(given.bound, sizes, ops, {"shift": shift, "line.weight": weight})
-    sent, listed = ledger.sent(given.case, given.bound, plan), ledger.listed(given.bound, plan)
-    assert (sent.forward, sent.backward, sent.again) == (listed.forward, listed.backward, 0.0)
-    # the loss is one number, added up over every axis that splits what it is made of
-    loss = sum(plan.world_size * 2 * (n - 1) // n * 8 for n, c in zip(sizes, after, strict=True) if c != "I")
-    parts = (INPUT, WEIGHT, OUTPUT)
-    assert sum(sent.forward.values()) == sum(n * s for n, s in zip(forward, parts, strict=True)) + loss
-    assert sum(sent.backward.values()) == sum(n * s for n, s in zip(backward, parts, strict=True))
-    assert sent.total - loss == FORMULAS.get(mode, sent.total - loss)
-
-
-@pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
-def test_unequal_axes_send_each_shard_once(sizes: Sizes) -> None:
-    """The walk goes through the common refinement of both cuts: no shard travels twice, whatever its size."""
-    x, y = sizes
-    ends = ("split d0", "split d2")
+def streamed_graphs() -> tuple[Prepared, Plan, Resolved, dict[tuple[int, ...], RankGraph]]:
+    """A linear with equal shards, and its graphs."""
+    given, ends = prepare(line((4, 6, 12), 24, bias=False, loss=weighted)), ("split d0", "split d2")
     ops = {"add": ends, "linear": (ROWS, COLUMNS), "mul": ends, "sum_1": ends}
-    case = line((5, 7, 10), 13, bias=False, loss=product)
-    bound = prepare(case).bound
-    plan = ledger.decided(bound, sizes, ops, {"shift": "x:S0 y:S2", "line.weight": "x:S1 y:S0"})
-    sent = ledger.sent(case, bound, plan)
-    weight, whole = 10 * 13 * 8, 5 * 7 * 10 * 8
-    assert sent.forward == {"x": (x - 1) * (weight + 2 * y * 8), "y": (y - 1) * (whole + 2 * x * 8)}  # and the loss
-    assert sent.backward == {"x": 2 * (x - 1) * weight, "y": 2 * (y - 1) * whole}
+    plan = ledger.decided(given.bound, (2, 2), ops, {"shift": "x:S0 y:S2", "line.weight": "x:S1 y:S0"})
+    resolved = resolve(plan, given.bound, *expand(plan, given.bound))
+    return given, plan, resolved, {at: rank_graph(resolved, at) for at in resolved.mesh.all_coordinates()}
+
+
+def test_the_bytes_that_ranks_send_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product that sends a shard twice gives the right numbers."""
+    given, plan, resolved, _ = streamed_graphs()
+    whole, _ = sent_by_plan(resolved, (0, 0), False)
+    trial = Trial(given.case.model, given.bound, plan, given.case.batch, lambda job: run_local(job, 4))
+    findings, outcomes, _ = check_step(trial)
+    assert not findings and all(o.sent == whole for o in outcomes)
+    once = summa.start_broadcast
+    monkeypatch.setattr(summa, "start_broadcast", lambda x, a, i: (once(x, a, i).wait(), once(x, a, i))[1])
+    findings, outcomes, _ = check_step(trial)
+    assert not findings and all(o.sent[a] > whole[a] for o in outcomes for a in "xy")
+
+
+@pytest.mark.parametrize("keyword", ["parts", "pairs"])
+def test_a_wrong_part_is_found(keyword: str) -> None:
+    given, _, resolved, graphs = streamed_graphs()
+    numbering = number_values(given.bound)
+    for rank in graphs.values():
+        assert not check_types(resolved, numbering, rank).findings
+        (node,) = [n for n in rank.graph.nodes if n.target is linear_stream]
+        told = dict(node.kwargs[keyword])
+        factor = next(f for f, part in told.items() if part.cuts)
+        (cut,) = told[factor].cuts
+        told[factor] = Part(told[factor].size, (cut._replace(m=2, N=cut.N // 2),))
+        node.kwargs = {**node.kwargs, keyword: told}
+        (found,) = check_types(resolved, numbering, rank).findings
+        assert keyword in found.what and "line" in found.where
+
+
+# ------------------------------------------------------------------------------------------------ prices
+
+
+def test_a_streamed_product_is_priced_as_it_runs() -> None:
+    """It sends the closed form, hides what the device lets it, and holds two slices beside its shards."""
+    _, _, resolved, _ = streamed_graphs()
+    op = next(o for o in resolved.analysis.operations if o.name == "linear")
+    ins, outs = ([resolved.analysis.values[v] for v in names] for names in (op.inputs, op.outputs))
+    cluster = autopar.ClusterSpec(nodes=1, devices_per_node=4, device="cpu")
+    q = 2
+    costs = {}
+    for overlap in (0.0, 1.0):
+        known = prices(dataclasses.replace(cluster, overlap=overlap), (q, q))
+        costs[overlap] = known.op(op, resolved.strategies["linear"], ins, outs)
+    serial, overlapped = costs[0.0], costs[1.0]
+    whole, output = 8 * (4 * 6 * 12 + 12 * 24), 8 * 4 * 6 * 24
+    assert serial.sent == overlapped.sent == 3 * (q - 1) * whole / q**2
+    assert serial.hidden == 0.0 < overlapped.hidden
+    communication = serial.communication + serial.communication_back
+    assert overlapped.seconds == pytest.approx(serial.seconds - overlapped.hidden)
+    assert overlapped.hidden <= communication * (q - 1) / q
+    shards = (whole + output) / q**2
+    assert serial.transient == 2 * (shards + 2 * whole / q**2)  # and their gradients
+    gathered = apply(op.type, [parse_choice("split b0", op.rule), parse_choice("split n", op.rule)], (q, q))
+    assert gathered is not None
+    plain = prices(cluster, (q, q)).op(op, gathered, ins, outs)
+    assert plain.forward < serial.forward  # one product of full depth
 
 
 # ------------------------------------------------------------------------------------------------ the walk
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_terms_of_16_bits_are_added_up_in_fp32(dtype: torch.dtype) -> None:
+    """256 + 1 + 1, term by term: in bfloat16 the ones would be lost."""
+    large = {torch.bfloat16: 256.0, torch.float16: 2048.0}[dtype]
+    whole = torch.ones(3, 3).fill_diagonal_(large)
+
+    def job(rank: int) -> tuple[Tensor, ...]:
+        (axis,) = runtime_axes(mesh_of((3,)), init_device_mesh("cpu", (3,), mesh_dim_names=("x",)), (rank,))
+        row, column = whole[rank : rank + 1].to(dtype), whole[:, rank : rank + 1].to(dtype)
+        one, part = torch.ones(1, 3, dtype=dtype), Part(3, (AxisCut(axis, 1, 3, 1),))
+        a, b = row.clone().requires_grad_(), one[:, :1].clone().requires_grad_()  # rows split, the weight along k
+        linear_stream(a, b, parts={"k": Part(3)}, pairs={"b0": part}).sum().backward()
+        c, d = one[:, :1].clone().requires_grad_(), row.clone().requires_grad_()  # columns, the input along k
+        linear_stream(c, d, parts={"k": Part(3)}, pairs={"n": part}).sum().backward()
+        with torch.no_grad():
+            y = linear_stream(column.t().contiguous(), b, parts={"k": Part(3)}, pairs={"b0": part})
+        return y, b.grad, c.grad  # type: ignore[return-value]
+
+    for rank, found in enumerate(run_local(job, 3)):
+        for x in found:
+            assert x.dtype is dtype and x.item() == large + 2, rank
+
+
 def test_columns_are_few_runs() -> None:
-    assert _runs([0, 1, 2, 3]) == (Run(0, 4, 4, 1),)
-    assert _runs([1, 2, 5, 6, 9, 10]) == (Run(1, 2, 4, 3),)
-    assert _runs([0, 2, 3, 7]) == (Run(0, 1, 1, 1), Run(2, 2, 2, 1), Run(7, 1, 1, 1))
-    assert _runs([]) == ()
+    assert summa._runs([0, 1, 2, 3]) == (Run(0, 4, 4, 1),)
+    assert summa._runs([1, 2, 5, 6, 9, 10]) == (Run(1, 2, 4, 3),)
+    assert summa._runs([0, 2, 3, 7]) == (Run(0, 1, 1, 1), Run(2, 2, 2, 1), Run(7, 1, 1, 1))
+    assert summa._runs([]) == ()
 
 
 def test_equal_cuts_are_walked_rank_by_rank() -> None:
@@ -332,16 +346,3 @@ def test_no_operand_is_ever_whole() -> None:
     assert max(streamed[r][2] for r in apart) <= 5 * (X + W)
     assert min(gathered[r][0] for r in apart) >= Q * (X + W) + Y
     assert {kept for _, kept, _ in gathered} == {Q * (X + W)}
-
-
-def test_weights_are_held_in_shards() -> None:
-    """Of the weight's h h' numbers a rank holds one in p in 2D and 3D, one in q^2 in 2.5D, all through the step."""
-    given = measured()
-    for mode, ranks in {"2D streamed, q=3": 9, "3D streamed": 8, "2.5D streamed, q=2 d=3": 4}.items():
-        sizes, before, choices, after, shift, weight, *_ = LEDGER[mode]
-        ops = {"add": before, "linear": choices, "mul": after, "sum_1": after}
-        plan = ledger.decided(given.bound, sizes, ops, {"shift": shift, "line.weight": weight})
-        stored = resolve(plan, given.bound, *expand(plan, given.bound)).parameters["p_model_line_weight"]
-        for layout in (stored.stored, stored.held, stored.accumulated):
-            kept = local_shape((OUT, SHAPE[-1]), layout, sizes, (0,) * len(sizes))
-            assert math.prod(kept) * ranks == OUT * SHAPE[-1]
