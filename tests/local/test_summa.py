@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -251,6 +252,45 @@ def test_equal_cuts_are_walked_rank_by_rank() -> None:
 def test_unequal_cuts_are_refined() -> None:
     found = slices(12, ((1, 12, 1, 3, -1),), ((1, 12, 1, 2, -1),))
     assert [(s.width, s.owners) for s in found] == [(4, (0, 0)), (2, (1, 0)), (2, (1, 1)), (4, (2, 1))]
+
+
+class Products(TorchDispatchMode):
+    """How many slices had been sent off when each product began; ``started`` grows from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started, self.seen = 0, list[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_):
+            self.seen.append(self.started)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_next_slice_travels_while_one_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, once = threading.local(), summa.start_broadcast
+
+    def start(x: Tensor, axis: Axis, owner: int) -> Any:
+        here.products.started += 1
+        return once(x, axis, owner)
+
+    monkeypatch.setattr(summa, "start_broadcast", start)
+
+    def job(rank: int) -> tuple[list[int], list[int]]:
+        mesh = mesh_of((Q, Q))
+        x, y = runtime_axes(mesh, init_device_mesh("cpu", (Q, Q), mesh_dim_names=mesh.axes), mesh.coordinates(rank))
+        a, b = shards(x, y)
+        with Products() as forward:
+            here.products = forward
+            out = stream(a, b, x, y)
+        with Products() as backward:
+            here.products = backward
+            out.sum().backward()
+        return forward.seen, backward.seen
+
+    for forward, backward in run_local(job, Q * Q):
+        assert forward == [4, 6, 6]  # of each operand this slice and the next
+        assert backward == [4, 4, 6, 6, 6, 6]
 
 
 # ------------------------------------------------------------------------------------------------ memory
