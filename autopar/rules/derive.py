@@ -25,6 +25,9 @@ from autopar.rules.factors import Cut, cuts_nest, dimension_cut, factor_cut, loc
 from autopar.rules.notation import Algorithm, Dims, Rule
 
 
+Points = Mapping[str, tuple[frozenset[Cut], ...]]  # candidate cuts of every dimension of every value
+
+
 class Choice(NamedTuple):
     """How one op runs on one axis.  ``kind`` is I, R, P (linear), split, or the name of an algorithm."""
 
@@ -440,19 +443,46 @@ def crowding(rule: Rule, strategy: Strategy, axis_sizes: Sequence[int]) -> float
 
 def cut_points(
     ops: Sequence[tuple[Rule, Sequence[str], Sequence[str]]], shapes: Mapping[str, Shape], limit: int = 12
-) -> dict[str, tuple[frozenset[Cut], ...]]:
+) -> Points:
     """Candidate cuts of every dimension of every value, carried through the rules to a fixpoint.
 
     ops: (rule, names of inputs, names of outputs), views among them.  A rule alone cannot see that a fused QKV weight
     should be cut in three groups: the view that follows it can, and its cuts travel back along the graph.  ``limit``
     bounds the candidates of one dimension; plain ones and those with few groups are kept first.
     """
-    points: dict[str, list[set[Cut]]] = {v: [{Cut(1, n, 1)} for n in s] for v, s in shapes.items()}
+    points = {v: [{Cut(1, n, 1)} for n in s] for v, s in shapes.items()}
+    return _carried(ops, points, range(len(ops)), limit)
+
+
+def more_cut_points(
+    ops: Sequence[tuple[Rule, Sequence[str], Sequence[str]]],
+    points: Points,
+    more: Mapping[tuple[str, int], Iterable[Cut]],
+    limit: int = 12,
+) -> Points:
+    """``points``, a fixpoint, with ``more`` candidates of some (value, dimension), carried on as in `cut_points`.
+
+    limit: of what comes to one dimension.
+    """
+    grown = {v: [set(p) for p in dims] for v, dims in points.items()}
+    for (v, d), cuts in more.items():
+        grown[v][d].update(cuts)
+    touched = {v for v, _ in more}
+    first = [k for k, (_, ins, outs) in enumerate(ops) if touched & {*ins, *outs}]
+    return _carried(ops, grown, first, limit + max((len(p) for dims in points.values() for p in dims), default=0))
+
+
+def _carried(
+    ops: Sequence[tuple[Rule, Sequence[str], Sequence[str]]],
+    points: dict[str, list[set[Cut]]],
+    first: Iterable[int],
+    limit: int,
+) -> Points:
     users: dict[str, list[int]] = {}
     for k, (_, ins, outs) in enumerate(ops):
         for v in (*ins, *outs):
             users.setdefault(v, []).append(k)
-    pending = dict.fromkeys(range(len(ops)))
+    pending = dict.fromkeys(first)
     while pending:
         k = next(iter(pending))
         del pending[k]
