@@ -62,14 +62,12 @@ def language_model(cls: Callable[[Any], nn.Module], config: Any, padded: bool, l
     return Case(cls(config).double().train(), tokens(padded, length))
 
 
-def gpt2(
-    heads: int = 4, padded: bool = False, dropout: float = 0.0, layers: int = 2, length: int = SEQUENCE
-) -> Case:
+def gpt2(heads: int = 4, padded: bool = False, dropout: float = 0.0, layers: int = 2, length: int = SEQUENCE) -> Case:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
         vocab_size=VOCABULARY,
-        n_positions=16,
+        n_positions=max(16, length),
         n_embd=4 * heads,
         n_layer=layers,
         n_head=heads,

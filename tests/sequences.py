@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections.abc import Iterator, Mapping
+from unittest import mock
 
 from equality import forced
 from models import BATCH as SEQUENCES
@@ -14,6 +16,7 @@ from autopar.plan import Plan
 from autopar.rules.analysis import Analysis, Bound, Operation, contract
 from autopar.rules.derive import Choice, Strategy, _nested, _with_partners, apply, axis_choices
 from autopar.rules.factors import Cut
+from autopar.solver import sample as sampling
 
 BATCH, RING, ULYSSES, MEGATRON = "batch", "ring", "ulysses", "megatron"
 
@@ -22,11 +25,18 @@ _ROWS = r"(c_proj|output\.dense|o_proj|down_proj)\.weight"
 
 
 def sequence_plan(
-    bound: Bound, sizes: tuple[int, ...], kinds: tuple[str, ...], length: int, striped: bool = False, seed: int = 0
+    bound: Bound,
+    sizes: tuple[int, ...],
+    kinds: tuple[str, ...],
+    length: int,
+    *,
+    striped: bool = False,
+    whole: bool = False,
 ) -> Plan:
     """A plan in which every axis splits the model by its kind; weights and ways of values at random.
 
-    length: of the sequence, by which its dimensions are known.  striped: ranks take its rows in turn.
+    length: of the sequence, by which its dimensions are known.  striped: ranks take its rows in turn.  whole: weights
+    are, on every rank.
     """
     analysis = contract(bound, sizes)
     made: dict[str, Layout] = {}
@@ -51,7 +61,9 @@ def sequence_plan(
         assert best is not None, op.name
         made.update(zip(op.outputs, best[1].outs, strict=True))
         picked[op.name] = tuple(map(str, best[1].choices))
-    return forced(bound, sizes, picked, seed)
+    kept = mock.patch.object(sampling, "_random_layout", lambda *given, **more: (I,) * len(sizes))
+    with kept if whole else contextlib.nullcontext():
+        return forced(bound, sizes, picked)
 
 
 def _strategy(op: Operation, choices: list[Choice], sizes: tuple[int, ...]) -> Strategy | None:

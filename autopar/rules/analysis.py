@@ -180,7 +180,9 @@ def contract(bound: Bound, axis_sizes: Sequence[int], *, balanced: bool | None =
 
 def causal_share(bound: Bound) -> float:
     """Which part of the arithmetic causal attention is."""
-    flops = {o.name: sum(c * math.prod(o.rule.sizes[f] for f in fs) for c, fs in o.rule.flops) for o in bound.operations}
+    flops = {
+        o.name: sum(c * math.prod(o.rule.sizes[f] for f in fs) for c, fs in o.rule.flops) for o in bound.operations
+    }
     causal = sum(flops[o.name] for o in bound.operations if o.rule.causal)
     return causal / sum(flops.values()) if causal else 0.0
 

@@ -281,5 +281,3 @@ def _diagonal(block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, 
     if s != t or lead > 1 or s < 2 or not torch.equal(block.seen, torch.arange(lead, s + lead)):
         return None
     return 1 - lead, s - 1 + lead, True
-
-

@@ -97,7 +97,9 @@ def _attend(
     weights: _Weights | None,
 ) -> Tensor:
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    out: Tensor = _Attention.apply(q, k, v, mask, _Ring(keys, scale, positions(rows).contiguous() if causal else None, weights))
+    out: Tensor = _Attention.apply(
+        q, k, v, mask, _Ring(keys, scale, positions(rows).contiguous() if causal else None, weights)
+    )
     return out
 
 
@@ -247,4 +249,7 @@ class _Attention(torch.autograd.Function):
         if of_mask:
             (dmask,) = of_mask
         given = ((dq, q), (dk, k), (dv, v), (dmask, mask))
-        return (*(g.to(x.dtype) if g is not None and w else None for (g, x), w in zip(given, needs, strict=False)), None)
+        return (
+            *(g.to(x.dtype) if g is not None and w else None for (g, x), w in zip(given, needs, strict=False)),
+            None,
+        )
