@@ -20,7 +20,6 @@ from autopar.rules.factors import Cut, factor_cut, relabel
 from autopar.rules.notation import Rule
 from autopar.rules.registry import rule_for
 
-
 _FELT = 0.1  # of the arithmetic
 
 

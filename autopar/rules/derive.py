@@ -24,7 +24,6 @@ from autopar.layout import I, Layout, P, R, S, Shape, State, canonical, is_valid
 from autopar.rules.factors import Cut, cuts_nest, dimension_cut, factor_cut, local_size, mean_position
 from autopar.rules.notation import Algorithm, Dims, Rule
 
-
 Points = Mapping[str, tuple[frozenset[Cut], ...]]  # candidate cuts of every dimension of every value
 
 

@@ -45,7 +45,7 @@ KINDS = {
 EVERY = [(m, k, n) for m in MODELS for k, (*_, dealt) in KINDS.items() for n in (7, 8) if n == 8 or not dealt]
 # every day: each model and each kind a few times, odd lengths and even ones
 DAILY = [
-    (m, k, n) for i, (m, k, n) in enumerate(EVERY) if n == 8 and m in ("gpt2", "llama, grouped, padded") or not i % 5
+    (m, k, n) for i, (m, k, n) in enumerate(EVERY) if (n == 8 and m in ("gpt2", "llama, grouped, padded")) or not i % 5
 ]
 
 
@@ -69,7 +69,7 @@ def check(name: str, kind: str, length: int) -> None:
         assert wanted[0] not in kinds or all(wanted[1] in c for c in attention), attention
     if striped:
         assert all("ring s at" in c for c in attention), attention
-    kept = [c for c in choices_of(plan, ready.bound, "linear") + choices_of(plan, ready.bound, "layer_norm")]
+    kept = choices_of(plan, ready.bound, "linear") + choices_of(plan, ready.bound, "layer_norm")
     if BATCH not in kinds and len(sizes) == 1 and name != "cross attention":
         assert all("split" in c for c in kept), kept
     assert_equals_one_process(ready, plan, f"{name}, {kind}, {length} positions")

@@ -5,8 +5,9 @@
     out  = finish(all)                  what softmax over all keys gives
 
 A part is (sum of weights times values, sum of weights, largest score), the weights relative to the largest score
-(Milakov, Gimelshein 2018, arXiv 1805.02867).  Two numbers a row, rather than the logarithm of the sum: where a mask adds
-the lowest number there is, the logarithm would be lost in it.  Everything is fp32, or float64 where the inputs are.
+(Milakov, Gimelshein 2018, arXiv 1805.02867).  Two numbers a row, rather than the logarithm of the sum, which would be
+lost in the largest score where a mask adds the lowest number there is.  Everything is fp32, or float64 where the
+inputs are.
 
 Shapes: q [b, h r, s, e], k [b, h, t, e], v [b, h, t, f]; r queries to a key and value.  At no time are the scores of
 more than a tile of rows held.
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.runtime.kernels.dropout import keep_mask
@@ -82,9 +84,8 @@ def attend(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Partial:
     diagonal = _diagonal(block, q, k, v)
     if diagonal is not None:
         first, keys, causal = diagonal
-        values, peak = aten._scaled_dot_product_flash_attention_for_cpu(
-            q[:, :, first:], k[:, :, :keys], v[:, :, :keys], 0.0, causal, scale=block.scale
-        )
+        given = map(_dense, (q[:, :, first:], k[:, :, :keys], v[:, :, :keys]))
+        values, peak = aten._scaled_dot_product_flash_attention_for_cpu(*given, 0.0, causal, scale=block.scale)
         part = Partial(values, torch.ones_like(peak), peak)
         if not first:
             return part
@@ -143,44 +144,43 @@ def attend_backward(
     if diagonal is not None:
         first, keys, causal = diagonal
         logsumexp = (peak + total.log())[:, :, first:]
-        # the kernel's strides: it walks logsumexp as [b, s, h]
-        logsumexp = logsumexp.transpose(1, 2).contiguous().transpose(1, 2)
-        given = [x[:, :, first:] for x in (grad, q)] + [x[:, :, :keys] for x in (k, v)] + [out[:, :, first:]]
+        near = [_dense(x[:, :, :keys]) for x in (k, v)]
+        grad, q, out = (_dense(x[:, :, first:]) for x in (grad, q, out))
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *given, logsumexp, 0.0, causal, scale=block.scale
+            grad, q, *near, out, logsumexp, 0.0, causal, scale=block.scale
         )
-        pad = torch.nn.functional.pad
-        missing = k.shape[2] - keys
-        return Gradients(pad(dq, (0, 0, first, 0)), pad(dk, (0, 0, 0, missing)), pad(dv, (0, 0, 0, missing)), None)
+        rest = (0, 0, 0, k.shape[2] - keys)
+        return Gradients(F.pad(dq, (0, 0, first, 0)), F.pad(dk, rest), F.pad(dv, rest), None)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     dmask = torch.zeros_like(wide(block.mask)) if mask_gradient and block.mask is not None else None
     delta = (grad * out).sum(-1)
-    group = (k.shape[1], _group(q, k))
+    h, r = k.shape[1], _group(q, k)
 
     def rows(x: Tensor, at: slice) -> Tensor:
         """Rows of a tile, [b, h, r rows, ...]."""
         part = x[:, :, at]
-        return part.reshape(x.shape[0], k.shape[1], group[1] * part.shape[2], *x.shape[3:])
+        return part.reshape(x.shape[0], h, r * part.shape[2], *x.shape[3:])
 
     for tile in _tiles(block, q, k):
-        keys = slice(0, tile.keys)
+        near_k, near_v = k[:, :, : tile.keys], v[:, :, : tile.keys]
+        of_k, of_v = dk[:, :, : tile.keys], dv[:, :, : tile.keys]
         scores = _joined(tile.scores)
         weights = scores.sub_(_finite(rows(peak, tile.rows)).unsqueeze(-1)).exp_()
         weights /= _some(rows(total, tile.rows)).unsqueeze(-1)
         upstream = rows(grad, tile.rows)
-        flow = upstream @ v[:, :, keys].mT
+        flow = upstream @ near_v.mT
         if tile.kept is None:
-            dv[:, :, keys] += weights.mT @ upstream
+            of_v += weights.mT @ upstream
         else:
             kept = _joined(tile.kept)
-            dv[:, :, keys] += (weights * kept).mT @ upstream
+            of_v += (weights * kept).mT @ upstream
             flow *= kept
         flow = flow.sub_(rows(delta, tile.rows).unsqueeze(-1)).mul_(weights)
         if dmask is not None:
             _add_summed(dmask, flow.reshape(*tile.shape, tile.keys), tile)
         flow *= block.scale
-        dq[:, :, tile.rows] = (flow @ k[:, :, keys]).reshape(*tile.shape, q.shape[-1])
-        dk[:, :, keys] += flow.mT @ rows(q, tile.rows)
+        dq[:, :, tile.rows] = (flow @ near_k).reshape(*tile.shape, q.shape[-1])
+        of_k += flow.mT @ rows(q, tile.rows)
     return Gradients(dq, dk, dv, dmask)
 
 
@@ -281,3 +281,8 @@ def _diagonal(block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, 
     if s != t or lead > 1 or s < 2 or not torch.equal(block.seen, torch.arange(lead, s + lead)):
         return None
     return 1 - lead, s - 1 + lead, True
+
+
+def _dense(x: Tensor) -> Tensor:
+    """``x`` with the elements of a row side by side: of others the kernel makes wrong numbers, without an error."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -241,7 +241,7 @@ class _Attention(torch.autograd.Function):
             if block is not None:
                 found = attend_backward(block, queries, keys, values, result, total, peak, upstream, needs[3])
                 dq += found.q
-                if dmask is not None:
+                if dmask is not None and found.mask is not None:
                     columns = part_view(dmask, *ring.part(dmask, source))
                     columns.copy_(found.mask.reshape(columns.shape))
             carried.add(source, found)
