@@ -15,9 +15,10 @@ from torch import fx
 
 from autopar.layout import Layout, S, Shape, is_valid
 from autopar.program import Program, dtype_of, is_continuous, is_tensor, output_values, shape_of, tensor_inputs
-from autopar.rules.derive import OpType, Points, cut_points, factor_points, more_cut_points
+from autopar.rules.derive import OpType
 from autopar.rules.factors import Cut, factor_cut, relabel
 from autopar.rules.notation import Rule
+from autopar.rules.points import Points, cut_points, factor_points, more_cut_points
 from autopar.rules.registry import rule_for
 
 _FELT = 0.1  # of the arithmetic
