@@ -47,7 +47,7 @@ def resolve(
     """Read decisions (of every op, not only of representatives).  Raises PlanError naming the one that is wrong."""
     _refuse_strangers(plan, bound)
     mesh = plan.device_mesh
-    analysis = contract(bound, mesh.sizes)
+    analysis = contract(bound, mesh.sizes, balanced=True)  # whatever the search was free to choose
     strategies: dict[str, Strategy] = {}
     for op in analysis.operations:
         if op.name not in choices:

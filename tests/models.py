@@ -70,33 +70,33 @@ def weighted(y: Tensor, weights: Tensor) -> Tensor:
     return (y * weights).sum()
 
 
-def tokens(padded: bool) -> dict[str, Tensor]:
+def tokens(padded: bool, length: int = SEQUENCE) -> dict[str, Tensor]:
     """Token ids and labels, some of them ignored; with padding on either side where ``padded``."""
-    ids = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE))
+    ids = torch.randint(0, VOCABULARY, (BATCH, length))
     labels = ids.clone()
     labels[0, 3:] = -100
     batch = {"input_ids": ids, "labels": labels}
     if padded:
-        mask = torch.ones(BATCH, SEQUENCE, dtype=torch.long)
-        mask[1, SEQUENCE - 3 :] = 0
+        mask = torch.ones(BATCH, length, dtype=torch.long)
+        mask[1, length - 3 :] = 0
         mask[0, :2] = 0
         batch["attention_mask"] = mask
     return batch
 
 
-def language_model(cls: Callable[[Any], nn.Module], config: Any, padded: bool) -> Case:
+def language_model(cls: Callable[[Any], nn.Module], config: Any, padded: bool, length: int = SEQUENCE) -> Case:
     """An unmodified model of transformers, with torch's attention."""
     torch.manual_seed(0)
     config._attn_implementation = "sdpa"
-    return Case(cls(config).double().train(), tokens(padded))
+    return Case(cls(config).double().train(), tokens(padded, length))
 
 
-def gpt2(heads: int = 4, padded: bool = False, dropout: float = 0.0, layers: int = 2) -> Case:
+def gpt2(heads: int = 4, padded: bool = False, dropout: float = 0.0, layers: int = 2, length: int = SEQUENCE) -> Case:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
         vocab_size=VOCABULARY,
-        n_positions=16,
+        n_positions=max(16, length),
         n_embd=4 * heads,
         n_layer=layers,
         n_head=heads,
@@ -107,10 +107,10 @@ def gpt2(heads: int = 4, padded: bool = False, dropout: float = 0.0, layers: int
         eos_token_id=0,
         use_cache=False,
     )
-    return language_model(GPT2LMHeadModel, config, padded)
+    return language_model(GPT2LMHeadModel, config, padded, length)
 
 
-def bert(padded: bool = True, dropout: float = 0.0, layers: int = 2) -> Case:
+def bert(padded: bool = True, dropout: float = 0.0, layers: int = 2, length: int = SEQUENCE) -> Case:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
@@ -123,10 +123,10 @@ def bert(padded: bool = True, dropout: float = 0.0, layers: int = 2) -> Case:
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
     )
-    return language_model(BertForMaskedLM, config, padded)
+    return language_model(BertForMaskedLM, config, padded, length)
 
 
-def llama(padded: bool = False, layers: int = 2) -> Case:
+def llama(padded: bool = False, layers: int = 2, length: int = SEQUENCE) -> Case:
     """Grouped queries: four heads of queries on two of keys and values."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -140,7 +140,53 @@ def llama(padded: bool = False, layers: int = 2) -> Case:
         max_position_embeddings=16,
         use_cache=False,
     )
-    return language_model(LlamaForCausalLM, config, padded)
+    return language_model(LlamaForCausalLM, config, padded, length)
+
+
+def mistral(window: int = 3, layers: int = 1, length: int = SEQUENCE) -> Case:
+    """Grouped queries that see no further back than ``window`` positions."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = MistralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+        sliding_window=window,
+        use_cache=False,
+    )
+    return language_model(MistralForCausalLM, config, False, length)
+
+
+class CrossAttention(nn.Module):
+    """Queries of one sequence attend to another, part of which is padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(12, 12) for _ in range(4))
+
+    def forward(self, x: Tensor, memory: Tensor, is_token: Tensor) -> Tensor:
+        def heads(y: Tensor) -> Tensor:
+            return y.unflatten(-1, (3, 4)).transpose(1, 2)
+
+        q, k, v = heads(self.q(x)), heads(self.k(memory)), heads(self.v(memory))
+        seen = F.scaled_dot_product_attention(q, k, v, is_token[:, None, None])
+        return x + self.out(seen.transpose(1, 2).flatten(-2))
+
+
+def cross_attention(length: int = SEQUENCE, other: int = 10) -> Case:
+    torch.manual_seed(0)
+    batch = {
+        "x": torch.randn(BATCH, length, 12).double(),
+        "memory": torch.randn(BATCH, other, 12).double(),
+        "is_token": torch.rand(BATCH, other) > 0.3,
+        "y": torch.randn(BATCH, length, 12).double(),
+    }
+    batch["is_token"][3] = False
+    return Case(CrossAttention().double(), batch, lambda out, batch: F.mse_loss(out, batch["y"]))
 
 
 class Block(nn.Module):

@@ -148,6 +148,10 @@ RIGHT_BUT_NOT_OFFERED = {
         for op in ("lstm", "gru", "rnn_tanh", "rnn_relu")
     },
     ("autopar.attention", "may be empty"): "only torch's own kernel drops a mask where no row is left",
+    **{
+        (op, "t is not in ins 3"): "a ring takes a mask of keys whole, too: every rank would hold it for all keys"
+        for op in ("aten.scaled_dot_product_attention.default", "autopar.attention")
+    },
 }
 
 
@@ -239,7 +243,8 @@ def _why_less(call: Call, broken: Rule, name: str) -> str:
 def _movable(rule: Rule) -> set[str]:
     """Factors that some strategy splits."""
     split = {f for _, f in splittable(rule)}
-    return split | {rule.images[f] for f in split if f in rule.images}
+    partners = {a.pairs[f] for a in rule.algorithms for f in a.splits if f in a.pairs}
+    return split | partners | {rule.images[f] for f in split if f in rule.images}
 
 
 def _has(dims: Dims, factor: str, rule: Rule) -> bool:

@@ -15,10 +15,13 @@ from torch import fx
 
 from autopar.layout import Layout, S, Shape, is_valid
 from autopar.program import Program, dtype_of, is_continuous, is_tensor, output_values, shape_of, tensor_inputs
-from autopar.rules.derive import OpType, cut_points, factor_points
+from autopar.rules.derive import OpType
 from autopar.rules.factors import Cut, factor_cut, relabel
 from autopar.rules.notation import Rule
+from autopar.rules.points import Points, cut_points, factor_points, more_cut_points
 from autopar.rules.registry import rule_for
+
+_FELT = 0.1  # of the arithmetic
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class Analysis:
     operations: tuple[Operation, ...]
     values: dict[str, Value]
     views: dict[str, View]
-    points: dict[str, tuple[frozenset[Cut], ...]]
+    points: Points
 
     def root(self, name: str) -> str:
         while name in self.views:
@@ -107,7 +110,7 @@ class Bound:
     program: Program
     operations: tuple[Operation, ...]
     values: dict[str, Value]
-    points: dict[str, tuple[frozenset[Cut], ...]]
+    points: Points
 
 
 def bind_program(program: Program) -> Bound:
@@ -158,18 +161,53 @@ def bind_program(program: Program) -> Bound:
     return Bound(program, tuple(operations), values, points)
 
 
-def contract(bound: Bound, axis_sizes: Sequence[int]) -> Analysis:
-    """Take out the views through which every candidate cut can be seen, on axes of these sizes."""
+def contract(bound: Bound, axis_sizes: Sequence[int], *, balanced: bool | None = None) -> Analysis:
+    """Take out the views through which every candidate cut can be seen, on axes of these sizes.
+
+    balanced: whether the rows of causal attention may be dealt out one by one (`balanced_points`); None: where that
+    attention is a tenth of the arithmetic, so that uneven shares of it would be felt.
+    """
     views, operations = {}, []
     for op in bound.operations:
         if op.rule.view and _transparent(op, bound.points, axis_sizes):
             views[op.outputs[0]] = View(op.outputs[0], op.inputs[0], op.node, op.rule)
         else:
             operations.append(op)
-    return Analysis(bound.program, tuple(axis_sizes), tuple(operations), bound.values, views, bound.points)
+    balanced = causal_share(bound) >= _FELT if balanced is None else balanced
+    points = balanced_points(bound, axis_sizes) if balanced else bound.points
+    return Analysis(bound.program, tuple(axis_sizes), tuple(operations), bound.values, views, points)
 
 
-def _transparent(op: Operation, points: dict[str, tuple[frozenset[Cut], ...]], axis_sizes: Sequence[int]) -> bool:
+def causal_share(bound: Bound) -> float:
+    """Which part of the arithmetic causal attention is."""
+    flops = {
+        o.name: sum(c * math.prod(o.rule.sizes[f] for f in fs) for c, fs in o.rule.flops) for o in bound.operations
+    }
+    causal = sum(flops[o.name] for o in bound.operations if o.rule.causal)
+    return causal / sum(flops.values()) if causal else 0.0
+
+
+def balanced_points(bound: Bound, axis_sizes: Sequence[int]) -> Points:
+    """Candidate cuts with those that deal the rows of causal attention out in turn, so that all ranks do the same.
+
+    n ranks take every n-th row each; with several axes there are the same for all of them together, where one cuts
+    what is another's.
+    """
+    more: dict[tuple[str, int], set[Cut]] = {}
+    hands = {n for n in (*axis_sizes, math.prod(axis_sizes)) if n > 1}
+    for op in bound.operations:
+        rows = op.rule.sizes.get(op.rule.causal, 1)
+        cuts = {Cut(rows // n, n, 1) for n in hands if rows % n == 0 and rows > n}
+        for dims, name in (*zip(op.rule.ins, op.inputs, strict=True), *zip(op.rule.outs, op.outputs, strict=True)):
+            for d, names in enumerate(dims):
+                if names == (op.rule.causal,) and cuts:
+                    more.setdefault((name, d), set()).update(cuts)
+    if not more:
+        return bound.points
+    return more_cut_points([(o.rule, o.inputs, o.outputs) for o in bound.operations], bound.points, more)
+
+
+def _transparent(op: Operation, points: Points, axis_sizes: Sequence[int]) -> bool:
     for dims, name in ((op.rule.ins[0], op.inputs[0]), (op.rule.outs[0], op.outputs[0])):
         for d, cuts in enumerate(points[name]):
             if not dims[d]:

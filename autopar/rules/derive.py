@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autopar.layout import I, Layout, P, R, S, Shape, State, canonical, is_valid
-from autopar.rules.factors import Cut, cuts_nest, dimension_cut, factor_cut, local_size
+from autopar.rules.factors import Cut, cuts_nest, dimension_cut, local_size, mean_position
 from autopar.rules.notation import Algorithm, Dims, Rule
 
 
@@ -408,56 +408,31 @@ def factor_size(rule: Rule, strategy: Strategy, factor: str, axis_sizes: Sequenc
 def local_flops(rule: Rule, strategy: Strategy, axis_sizes: Sequence[int]) -> float:
     """Floating-point operations of the forward pass on the fullest rank."""
     first = (0,) * len(axis_sizes)
-    return sum(
+    evenly = sum(
         c * math.prod(factor_size(rule, strategy, f, axis_sizes, first) for f in factors) for c, factors in rule.flops
     )
+    return evenly * crowding(rule, strategy, axis_sizes)
 
 
-def cut_points(
-    ops: Sequence[tuple[Rule, Sequence[str], Sequence[str]]], shapes: Mapping[str, Shape], limit: int = 12
-) -> dict[str, tuple[frozenset[Cut], ...]]:
-    """Candidate cuts of every dimension of every value, carried through the rules to a fixpoint.
+def crowding(rule: Rule, strategy: Strategy, axis_sizes: Sequence[int]) -> float:
+    """What the rank with most to do does, over what as many average rows would be.
 
-    ops: (rule, names of inputs, names of outputs), views among them.  A rule alone cannot see that a fused QKV weight
-    should be cut in three groups: the view that follows it can, and its cuts travel back along the graph.  ``limit``
-    bounds the candidates of one dimension; plain ones and those with few groups are kept first.
+    1 but where rows differ (`Rule.causal`).  The op itself does some of the rows whole and hides half: 2.  An algorithm
+    leaves out what a row does not take part in, so that the rows' positions count: of n ranks, each with one run of
+    rows, the last does (2n - 1) / n of an equal share; with every n-th row all do nearly the same.
     """
-    points: dict[str, list[set[Cut]]] = {v: [{Cut(1, n, 1)} for n in s] for v, s in shapes.items()}
-    users: dict[str, list[int]] = {}
-    for k, (_, ins, outs) in enumerate(ops):
-        for v in (*ins, *outs):
-            users.setdefault(v, []).append(k)
-    pending = dict.fromkeys(range(len(ops)))
-    while pending:
-        k = next(iter(pending))
-        del pending[k]
-        rule, ins, outs = ops[k]
-        tensors = [*zip(rule.ins, ins, strict=True), *zip(rule.outs, outs, strict=True)]
-        found = factor_points(rule, [(dims, points[v]) for dims, v in tensors])
-        for t, (dims, v) in enumerate(tensors):
-            for d, names in enumerate(dims):
-                for factor in (f for f in names if (t, f) not in rule.quiet):
-                    for cut in found[factor]:
-                        image = dimension_cut(dims, factor, cut, rule.sizes)
-                        if image is not None:
-                            new = Cut(*image[1:])
-                            if new not in points[v][d] and len(points[v][d]) < limit:
-                                points[v][d].add(new)
-                                pending.update(dict.fromkeys(users[v]))
-    return {v: tuple(frozenset(p) for p in dims) for v, dims in points.items()}
-
-
-def factor_points(rule: Rule, tensors: Iterable[tuple[Dims, Sequence[Iterable[Cut]]]]) -> dict[str, tuple[Cut, ...]]:
-    """Candidate cuts of each factor of a rule, from those of its tensors' dimensions; in a fixed order."""
-    found: dict[str, set[Cut]] = {f: {Cut(1, rule.sizes[f], 1)} for f in rule.factors}
-    for dims, per_dim in tensors:
-        for d, names in enumerate(dims):
-            if names:
-                for cut in per_dim[d]:
-                    # an axis of N ranks is the finest that this cut serves: it is even there
-                    hit = factor_cut(dims, S(d, *cut), cut.N, rule.sizes) if cut.N > 1 else None
-                    if hit is not None:
-                        factor, even = hit
-                        inner = even.N // cut.N
-                        found[factor].add(Cut(even.m, cut.N, inner))
-    return {f: tuple(sorted(c)) for f, c in found.items()}
+    cuts = strategy.cuts(rule.causal) if rule.causal else ()
+    if not cuts:
+        return 1.0
+    if all(strategy.choices[a].kind == "split" for a, _ in cuts):
+        return 2.0
+    size, places = rule.sizes[rule.causal], [range(n) for n in axis_sizes]
+    for a in range(len(axis_sizes)):
+        if a not in {axis for axis, _ in cuts}:
+            places[a] = range(1)
+    work = []
+    for at in itertools.product(*places):
+        rows = local_size(size, cuts, axis_sizes, at)
+        work.append(rows * (mean_position(size, cuts, axis_sizes, at) + 1) if rows else 0.0)
+    first = local_size(size, cuts, axis_sizes, (0,) * len(axis_sizes))
+    return max(work) / (first * (size + 1) / 2)

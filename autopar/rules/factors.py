@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from autopar.layout import Layout, S, Shape, State, canonical, fraction, nests
+from autopar.layout import Layout, S, Shape, State, bounds, canonical, fraction, middle, nests
 from autopar.rules.notation import Dims
 
 
@@ -72,6 +72,19 @@ def local_size(
         part, whole = fraction(S(0, *cut), axis_sizes[axis], coordinates[axis])
         size = size * part // whole
     return size
+
+
+def mean_position(
+    size: int, cuts: Sequence[tuple[int, Cut]], axis_sizes: Sequence[int], coordinates: Sequence[int]
+) -> float:
+    """Of the rows of a factor that the rank holds, from 0; ``cuts`` are (axis, cut), and leave it some."""
+    mean = (size - 1) / 2
+    for axis, cut in cuts:
+        state, n = S(0, *cut), axis_sizes[axis]
+        units = middle(state, n)
+        low, high = bounds(state, n, coordinates[axis])
+        mean += ((low + high - 1) - (units - 1)) / 2 * (size // (cut.m * units))
+    return mean
 
 
 def cuts_nest(size: int, cuts: Sequence[tuple[int, Cut]], axis_sizes: Sequence[int]) -> bool:

@@ -96,6 +96,7 @@ class Rule:
     quiet: frozenset[tuple[int, str]] = frozenset()
     view: bool = False  # only relabels dimensions: may be contracted
     reshapes: bool = False  # runs as a reshape to the local shape of its output
+    causal: str = ""
     filled: bool = False  # a split may leave no rank without rows: torch's kernel does not take them
 
     @property

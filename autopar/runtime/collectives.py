@@ -62,12 +62,18 @@ def _fold(x: Tensor, dim: int) -> Tensor:
     return x.reshape(*x.shape[:dim], rows, *x.shape[dim + 3 :])
 
 
+def part_view(x: Tensor, split: Split, axis: Axis) -> Tensor:
+    """This rank's shard of a whole value, a view of it: the split dimension as (outer, units, inner)."""
+    low, high = _bounds(split, axis)
+    return _unfold(x, split, split.units).narrow(split.dim + 1, low, high - low)
+
+
 def take_part(x: Tensor, split: Split, axis: Axis) -> Tensor:
     """This rank's shard of a whole value."""
     low, high = _bounds(split, axis)
     if split.outer == 1:
         return x.narrow(split.dim, low * split.inner, (high - low) * split.inner)
-    return _fold(_unfold(x, split, split.units).narrow(split.dim + 1, low, high - low), split.dim)
+    return _fold(part_view(x, split, axis), split.dim)
 
 
 def pad_part(x: Tensor, split: Split, axis: Axis) -> Tensor:
@@ -76,7 +82,7 @@ def pad_part(x: Tensor, split: Split, axis: Axis) -> Tensor:
     shape = list(x.shape)
     shape[split.dim] = split.outer * split.units * split.inner
     out = x.new_zeros(shape)
-    _unfold(out, split, split.units).narrow(split.dim + 1, low, high - low).copy_(_unfold(x, split, high - low))
+    part_view(out, split, axis).copy_(_unfold(x, split, high - low))
     return out
 
 

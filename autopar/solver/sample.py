@@ -34,7 +34,7 @@ def random_decisions(
 ) -> Plan:
     """Any legal plan of a program on ``mesh``; the same seed gives the same plan."""
     rng = random.Random(seed)
-    analysis = contract(bound, mesh.sizes)
+    analysis = contract(bound, mesh.sizes, balanced=True)
     layouts: dict[str, Layout] = {}
     strategies: dict[str, Strategy] = {}
     for op in analysis.operations:

@@ -364,7 +364,7 @@ def test_dropout_scales_what_it_keeps_and_its_gradient_alike() -> None:
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.3, 0.5, 0.7, 0.99])
 def test_every_rate_is_kept(p: float) -> None:
     """Of 300,000 elements within five standard deviations, and as evenly over rows as chance is."""
-    keep = keep_mask([Part(300), Part(1000)], p, step_key(1, 2), 3, torch.device("cpu")).double()
+    keep = keep_mask([torch.arange(300), torch.arange(1000)], p, step_key(1, 2), 3, torch.device("cpu")).double()
     deviation = (p * (1 - p)) ** 0.5
     assert abs(float(keep.mean()) - (1 - p)) < 5 * deviation / 300_000**0.5
     assert 0.8 < float(keep.mean(1).std()) / (deviation / 1000**0.5) < 1.2

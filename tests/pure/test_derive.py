@@ -252,9 +252,18 @@ def test_a_fused_weight_may_be_cut_in_its_three_groups(fused: Analysis) -> None:
 
 
 def test_strategies_of_attention(fused: Analysis) -> None:
-    """Linear in the values; keys and their width stay whole."""
+    """Linear in the values; the width of keys stays whole, and they themselves but where they travel."""
     attention = operation(fused, "aten.scaled_dot_product_attention.default")
-    assert choices_of(fused, attention) == {"I", "R", "split b", "split h", "split s", "split v", "P 2"}
+    assert choices_of(fused, attention) == {
+        "I",
+        "R",
+        "split b",
+        "split h",
+        "split s",
+        "split v",
+        "ring s with t",
+        "P 2",
+    }
 
 
 def test_strategies_of_embedding() -> None:

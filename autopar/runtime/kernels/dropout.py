@@ -42,19 +42,22 @@ def _scramble(x: Tensor) -> Tensor:
     return x
 
 
-def _words(dims: Sequence[Part], rng: int, salt: int, device: torch.device) -> Tensor:
-    """One random int32 per local element of a tensor with dimensions ``dims``."""
+def _words(rows: Sequence[Tensor], rng: int, salt: int, device: torch.device) -> Tensor:
+    """One random int32 for each combination of global positions, ``rows`` of each dimension."""
     word = _mix(rng + salt * _GOLDEN & _MASK)
     mask = torch.tensor(_signed(word), dtype=torch.int32, device=device)
-    for part in dims:  # every dimension mixes its global position into the word of the dimensions before it
-        index = positions(part, device).to(torch.int32)
-        mask = _scramble(mask.unsqueeze(-1) + index * _signed(0x9E3779B1))
+    for index in rows:  # every dimension mixes its global position into the word of the dimensions before it
+        mask = _scramble(mask.unsqueeze(-1) + index.to(torch.int32) * _signed(0x9E3779B1))
     return mask
 
 
-def keep_mask(dims: Sequence[Part], p: float, rng: int, salt: int, device: torch.device) -> Tensor:
-    """Bool, True with probability 1 - p; one entry per local element of a tensor with dimensions ``dims``."""
-    return _words(dims, rng, salt, device) >= _signed(round(p * (1 << 32)) - (1 << 31))
+def _held(dims: Sequence[Part], device: torch.device) -> list[Tensor]:
+    return [positions(part, device) for part in dims]
+
+
+def keep_mask(rows: Sequence[Tensor], p: float, rng: int, salt: int, device: torch.device) -> Tensor:
+    """Bool, True with probability 1 - p; ``rows``: the global positions of each dimension that are asked for."""
+    return _words(rows, rng, salt, device) >= _signed(round(p * (1 << 32)) - (1 << 31))
 
 
 class _Masked(torch.autograd.Function):
@@ -81,7 +84,7 @@ def dropout(x: Tensor, p: float, rng: int | None, salt: int, *, dims: Sequence[P
         return x
     if p >= 1:
         return x * 0
-    keep = keep_mask(dims, p, rng, salt, x.device)
+    keep = keep_mask(_held(dims, x.device), p, rng, salt, x.device)
     dropped: Tensor = _Masked.apply(x, keep, 1 / (1 - p))
     return dropped
 
@@ -97,7 +100,7 @@ def random_uniform(
 ) -> Tensor:
     """Numbers from [0, 1), each a function of its global position; ``size`` is local, ``dims`` the part it is."""
     bits = -round(math.log2(torch.finfo(dtype).eps)) if dtype.itemsize == 2 else 24  # fewer than rounding would reach 1
-    whole = (_words(dims, _key(rng), salt, device).to(torch.int64) + (1 << 31)) >> (32 - bits)
+    whole = (_words(_held(dims, device), _key(rng), salt, device).to(torch.int64) + (1 << 31)) >> (32 - bits)
     return (whole.to(torch.float64) / (1 << bits)).to(dtype).reshape(tuple(size))
 
 
@@ -111,7 +114,7 @@ def random_normal(
     dims: Sequence[Part],
 ) -> Tensor:
     """`random_uniform` of the standard normal distribution."""
-    uniform = (_words(dims, _key(rng), salt, device).to(torch.float64) + (1 << 31) + 0.5) / (1 << 32)
+    uniform = (_words(_held(dims, device), _key(rng), salt, device).to(torch.float64) + (1 << 31) + 0.5) / (1 << 32)
     return (torch.erfinv(2 * uniform - 1) * math.sqrt(2)).to(dtype).reshape(tuple(size))
 
 

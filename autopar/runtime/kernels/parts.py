@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from autopar.layout import S, bounds, middle
+from autopar.layout import S, bounds, fraction, middle
 from autopar.runtime.collectives import Axis
 
 
@@ -25,6 +26,21 @@ class Part(NamedTuple):
 
     size: int
     cuts: tuple[AxisCut, ...] = ()
+
+
+def on_rank(part: Part, axis: Axis, index: int) -> Part:
+    """What the rank at ``index`` of ``axis`` holds where this one holds ``part``."""
+    there = replace(axis, index=index)
+    return part._replace(cuts=tuple(c._replace(axis=there) if c.axis is axis else c for c in part.cuts))
+
+
+def row_count(part: Part) -> int:
+    """How many rows this rank holds."""
+    rows = part.size
+    for cut in part.cuts:
+        held, whole = fraction(S(0, cut.m, cut.N, cut.u), cut.axis.size, cut.axis.index)
+        rows = rows * held // whole
+    return rows
 
 
 def positions(part: Part, device: torch.device | str = "cpu") -> Tensor:
