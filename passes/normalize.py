@@ -16,6 +16,7 @@ from autopar.passes.bags import embedding_bags
 from autopar.passes.constants import evaluate_constants, fold_constants
 from autopar.passes.decompose import decompose
 from autopar.passes.expand import expand_ops
+from autopar.passes.experts import fuse_experts
 from autopar.passes.fills import fills
 from autopar.passes.losses import losses_to_sums
 from autopar.passes.norms import norms
@@ -47,6 +48,7 @@ def normalize(program: Program, buffers: dict[str, torch.Tensor]) -> Program:
     fold_constants(program)
     values = evaluate_constants(program, buffers)
     index_to_view(program, values)
+    fuse_experts(program, values)
     refold_linears(program)
     losses_to_sums(program)
     mean_to_sum(program)
