@@ -13,7 +13,8 @@ expert once and multiplied expert by expert: no row has a copy of its expert's w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -110,7 +111,8 @@ def _by_expert(x: Tensor, key: Tensor, weights: Sequence[Tensor], body: Sequence
     for name, args, kwargs in body:
         first, *rest = map(operand, args)
         if name == LINEAR:
-            values.append(_product(first, weights[rest[0]], rows, transposed=rest[1]))
+            made: Tensor = _Product.apply(first, weights[rest[0]], rows, rest[1])
+            values.append(made)
         elif name == TAKE:
             values.append(weights[first].index_select(0, key.index_select(0, order)))
         elif name == PIECE:
@@ -124,13 +126,42 @@ def _by_expert(x: Tensor, key: Tensor, weights: Sequence[Tensor], body: Sequence
     return y.new_zeros(x.shape[0], y.shape[1]).index_copy(0, order, y)
 
 
-def _product(x: Tensor, weight: Tensor, rows: Sequence[int], *, transposed: bool) -> Tensor:
-    """Rows of ``x``, sorted by expert, times their experts' matrices; all weights are part of the graph."""
-    flat = [(r, w) for r, w, n in zip(x.split(rows), weight.unbind(0), rows, strict=True) if n] if rows else []
-    if not flat:
-        matrix = weight.sum(0)
-        return x @ (matrix if transposed else matrix.t())
-    return torch.cat([r @ (w if transposed else w.t()) for r, w in flat])
+class _Product(torch.autograd.Function):
+    """Rows, sorted by expert, times their experts' matrices.
+
+    Every rank keeps each weight once, whatever rows and experts it has: a weight that was gathered is gathered again
+    where the backward pass needs it, by all ranks together.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rows: Sequence[int], transposed: bool) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
+        ctx.rows, ctx.transposed, ctx.shape = rows, transposed, weight.shape
+        out = x.new_empty(x.shape[0], weight.shape[2 if transposed else 1])
+        for e, low, high in _spans(rows):
+            torch.mm(x[low:high], weight[e] if transposed else weight[e].t(), out=out[low:high])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad_x = grad_weight = None
+        if weight is not None:
+            grad_x = grad.new_empty(grad.shape[0], ctx.shape[1 if ctx.transposed else 2])
+            for e, low, high in _spans(ctx.rows):
+                torch.mm(grad[low:high], weight[e].t() if ctx.transposed else weight[e], out=grad_x[low:high])
+        if x is not None:
+            grad_weight = grad.new_zeros(ctx.shape)
+            for e, low, high in _spans(ctx.rows):
+                a, b = (x, grad) if ctx.transposed else (grad, x)
+                torch.mm(a[low:high].t(), b[low:high], out=grad_weight[e])
+        return grad_x, grad_weight, None, None
+
+
+def _spans(rows: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(expert, first row, last) of those that have rows."""
+    ends = list(itertools.accumulate(rows))
+    return ((e, end - n, end) for e, (n, end) in enumerate(zip(rows, ends, strict=True)) if n)
 
 
 __all__ = ["experts", "experts_exchange", "experts_parts"]
