@@ -15,7 +15,7 @@ rows itself, and may do so on every rank for itself.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,7 @@ _GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.defaul
 
 
 def fuse_experts(program: Program, values: Mapping[str, Tensor]) -> None:
-    """Make one op of every region of two products or more with weights of experts; ``values`` are those of constants."""
+    """Make one op of every region of two products or more with weights of experts.  values: of constants, by name."""
     unsort(program, values)
     products = {n: p for n in program.graph.nodes if (p := product(n)) is not None}
     for last in reversed(products):
@@ -154,7 +154,7 @@ class _Region:
         ids = products[last].ids
         while len(last.users) == 1:
             (user,) = last.users
-            others = [a for a in user.args if a is not last]
+            others = [a for a in args_of(user) if a is not last]
             if user.target is not aten.add.Tensor or user.kwargs or len(others) != 1:
                 break
             found = looked_up(others[0])
@@ -330,7 +330,7 @@ class _Unsorted:
         dims = 2 if not is_tensor(node) else max(len(shape_of(node)), 1)
         for operand in node.all_input_nodes:
             shape = shape_of(operand)
-            if len(shape) < dims and node.target is not aten.unsqueeze.default or shape[:1] == (1,):
+            if (len(shape) < dims and node.target is not aten.unsqueeze.default) or shape[:1] == (1,):
                 twins[operand] = operand
                 continue
             new = self.twin(operand)

@@ -248,8 +248,10 @@ def exchange_counts(counts: Tensor, widths: Sequence[int], axis: Axis) -> Tensor
 
 def _exchanged(x: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
     buffer = _carried(x)
+    width = _numel(list(buffer.shape[1:]))
     out = buffer.new_empty((sum(received), *buffer.shape[1:]))
-    dist.all_to_all_single(out, buffer, received, sent, group=axis.group)
+    come, go = ([n * width for n in rows] for rows in (received, sent))
+    dist.all_to_all_single(out.view(-1), buffer.view(-1), come, go, group=axis.group)
     return _restored(out, x)
 
 

@@ -329,8 +329,8 @@ def _memory(b: _Builder) -> None:
             b.bytes.append((kept, nbytes))
     for op in space.ops:
         scale = space.count(op.name) * b.byte
-        prices = zip(b.strategy[op.name], space.costs[op.name], strict=True)
-        b.bytes += [(c, p.inside * scale) for c, p in prices if p.inside]
+        priced = zip(b.strategy[op.name], space.costs[op.name], strict=True)
+        b.bytes += [(c, p.inside * scale) for c, p in priced if p.inside]
     largest = model.column()
     b.bytes.append((largest, 1.0))
     for op in space.ops:
