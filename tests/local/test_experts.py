@@ -13,8 +13,18 @@ import torch
 import torch.nn.functional as F
 import written
 from calls import captured
-from equality import Prepared, assert_equals_one_process, forced, mesh_of, prepare
-from models import Case, Mixture, gated, language_model, mixtral
+from equality import (
+    Prepared,
+    Run,
+    assert_equal_runs,
+    assert_equals_one_process,
+    forced,
+    mesh_of,
+    prepare,
+    run_plan,
+    train,
+)
+from models import Case, Mixture, gated, language_model, mixtral, mixture
 from proving import prove_call
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,7 +32,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar import api
 from autopar.cluster import ClusterSpec
-from autopar.cost_model.collectives import sent_bytes
 from autopar.layout import Mesh
 from autopar.passes.emit import emit
 from autopar.passes.fold import expand, fold
@@ -32,8 +41,10 @@ from autopar.rules.analysis import Bound, Operation, contract
 from autopar.rules.derive import Choice, apply, axis_choices, splittable
 from autopar.runtime.collectives import Axis
 from autopar.runtime.dtensor import runtime_axes
-from autopar.runtime.kernels.experts import experts, experts_exchange, experts_parts
+from autopar.runtime.kernels.experts import experts, experts_exchange
 from autopar.runtime.kernels.parts import AxisCut, Part
+from autopar.runtime.mode import Compiled
+from autopar.runtime.module import ParallelModule
 from autopar.solver.price import price
 from autopar.solver.prices import prices
 from autopar.testing import run_local
@@ -322,7 +333,7 @@ def test_the_emitted_ledger_is_the_closed_form(n: int) -> None:
 # ------------------------------------------------------------------------------------------------ the solver
 
 
-def mixture(tokens: int, width: int = 32, inner: int = 48) -> Bound:
+def planned_mixture(tokens: int, width: int = 32, inner: int = 48) -> Bound:
     with torch.device("meta"):
         model, x = Mixture(width, inner).train(), torch.empty(tokens, width)
     return api.understand(model, {"x": x}, lambda out, batch: (out * out).mean())
@@ -338,7 +349,7 @@ def machines(**figures: float) -> ClusterSpec:
 def test_experts_are_split_up_to_the_number_of_tokens_where_theory_says(tokens: int, choice: str) -> None:
     """Rows that go to experts and back, 4 (n-1)/n * 2 T H / n numbers, against gradients of all experts' weights,
     2 (n-1)/n * 3 E I H: equal at T = 3 E I n / 4 = 576, less what the numbers of rows cost that are exchanged too."""
-    bound = mixture(tokens)
+    bound = planned_mixture(tokens)
     plan = api.solve(bound, machines(), mesh=mesh_of((4,)), gap=0.0)
     (op,) = mixtures(bound)
     chosen = next(o.choices for o in plan.ops if o.name == op.name)
@@ -377,7 +388,7 @@ def test_a_mixture_of_experts_is_split_by_data_and_experts() -> None:
 
 def test_memory_knows_what_experts_keep_inside() -> None:
     """Rows sorted, gate and up in one, the activation of gate, its product with up: of rows that a rank computes."""
-    bound = mixture(576)
+    bound = planned_mixture(576)
     (op,) = mixtures(bound)
     known = prices(machines(), (4,))
     ins, outs = ([bound.values[v] for v in names] for names in (op.inputs, op.outputs))
@@ -400,7 +411,7 @@ def made(kind: str, factor: str, cuts: Mapping[str, tuple[int, int, int]], text:
 
 
 def test_what_experts_can_be_split_by() -> None:
-    (op,) = mixtures(mixture(8))
+    (op,) = mixtures(planned_mixture(8))
     assert splittable(op.rule) == [
         ("split", "s"),
         ("split", "i"),
@@ -433,5 +444,32 @@ def test_plans_with_experts_are_verified(sizes: tuple[int, ...], choices: tuple[
     plan = msgspec.structs.replace(plan, fingerprints=api.fingerprints(bound.program, cluster))
     report = autopar.verify_plan(plan, case.model, case.batch)
     assert report.ok, str(report)
-    assert experts_parts.__name__ in str(report) or experts_exchange.__name__ in str(report)
-    assert sent_bytes("all-to-all", 8, 2) == 2  # the closed form that the ledger is held to
+    assert ("experts_parts" if choices[0] == "parts e" else "experts_exchange") in str(report)
+
+
+@pytest.mark.parametrize("choices", [("parts e",), ("exchange s with e",)])
+def test_the_printed_program_runs_experts(choices: tuple[str, ...]) -> None:
+    """Three ranks, the last without experts: each runs the function that the printed file has for it."""
+    model = prepare(mixture())
+    plan = forced(model.bound, (3,), {op.name: choices for op in mixtures(model.bound)})
+
+    def job(module: ParallelModule, batch: Any) -> Run:
+        printed: dict[str, Any] = {"__name__": "printed"}
+        exec(compile(module.code, "printed", "exec"), printed)
+        (at,) = module.coordinates
+        function = printed["FORWARD"][(printed["CLASSES"][0][at],)]
+        mode, asked = module.planned, []
+        emitted = mode.compile_graph
+        given = emitted(False)
+
+        def compile_graph(outputs: bool) -> Compiled:
+            asked.append(outputs)
+            return emitted(True) if outputs else Compiled(function, given.inputs, given.uses)
+
+        mode.compile_graph = compile_graph
+        run = train(module, batch)
+        assert False in asked and "experts_" in module.code
+        return run
+
+    for run in run_plan(model, plan, job):
+        assert_equal_runs(run, model.reference)
