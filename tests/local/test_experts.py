@@ -41,7 +41,8 @@ from autopar.rules.analysis import Bound, Operation, contract
 from autopar.rules.derive import Choice, apply, axis_choices, splittable
 from autopar.runtime.collectives import Axis
 from autopar.runtime.dtensor import runtime_axes
-from autopar.runtime.kernels.experts import experts, experts_exchange
+from autopar.runtime.kernels.experts import experts, experts_exchange, experts_parts
+from autopar.runtime.kernels.grouped import grouped_mm_fallback_parts
 from autopar.runtime.kernels.parts import AxisCut, Part
 from autopar.runtime.mode import Compiled
 from autopar.runtime.module import ParallelModule
@@ -51,6 +52,14 @@ from autopar.testing import run_local
 from autopar.verify.wire import counted
 
 EXPERTS = "autopar.experts"
+GATED: list[Any] = [
+    ("linear", ("%0", 0, False), {}),
+    ("piece", ("%1", 0, 2, False), {}),
+    ("aten.silu.default", ("%2",), {}),
+    ("piece", ("%1", 1, 2, False), {}),
+    ("aten.mul.Tensor", ("%3", "%4"), {}),
+    ("linear", ("%5", 1, False), {}),
+]
 
 
 def mixtures(bound: Bound) -> list[Operation]:
@@ -263,17 +272,30 @@ def test_experts_that_there_are_not() -> None:
     torch.testing.assert_close(out, torch.stack([weights[0][1] @ x[0], torch.zeros(6), weights[0][0] @ x[2]]))
 
 
+@pytest.mark.parametrize("rank", range(3))
+def test_a_rank_keeps_every_weight_once(rank: int) -> None:
+    """Whatever experts and rows it has, none perhaps: a gathered weight is gathered again where autograd asks for it,
+    and ranks that ask for it more or less often than others would wait for each other."""
+    import transformers.integrations.moe  # noqa: F401  # registers its op
+
+    part = Part(4, (AxisCut(Axis("x", 3, rank), 1, 4, 1),))
+    x, ids = torch.randn(7, 5, requires_grad=True), torch.tensor([0, 0, 0, 1, 1, 1, 3])
+    up, down = (torch.randn(4, *shape).split([2, 2, 0])[rank].requires_grad_() for shape in ((10, 5), (6, 5)))
+    kept: list[int] = []
+
+    def pack(saved: Tensor) -> Tensor:
+        kept.append(saved.untyped_storage()._cdata)
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        experts_parts(x, ids, [up, down], GATED, parts={"e": part})
+        grouped = up.transpose(1, 2)
+        ends = torch.tensor([3, 6, 6, 7], dtype=torch.int32)
+        grouped_mm_fallback_parts(x, grouped, ends, parts={"s": Part(7), "e": part, "k": Part(5), "n": Part(10)})
+    assert kept.count(up.untyped_storage()._cdata) == 2 and kept.count(down.untyped_storage()._cdata) == 1
+
+
 # ------------------------------------------------------------------------------------------------ bytes
-
-
-GATED: list[Any] = [
-    ("linear", ("%0", 0, False), {}),
-    ("piece", ("%1", 0, 2, False), {}),
-    ("aten.silu.default", ("%2",), {}),
-    ("piece", ("%1", 1, 2, False), {}),
-    ("aten.mul.Tensor", ("%3", "%4"), {}),
-    ("linear", ("%5", 1, False), {}),
-]
 
 
 @dataclass(frozen=True)
