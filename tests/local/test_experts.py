@@ -126,25 +126,25 @@ def prepared() -> Callable[[str], Prepared]:
         ("batched", (4,), ("parts e",)),
         ("batched", (2,), ("exchange s with e",)),
         ("batched", (4,), ("exchange s with e",)),
-        ("batched", (2,), ("exchange s at 1,5,14 with e",)),  # a batch of five
+        pytest.param("batched", (2,), ("exchange s at 1,5,14 with e",), marks=pytest.mark.slow),  # a batch of five
         ("batched", (2, 2), ("exchange s with e", "split s at 2,35,1")),
-        ("batched", (2, 2), ("split s", "exchange s at 2,5,7 with e")),
+        pytest.param("batched", (2, 2), ("split s", "exchange s at 2,5,7 with e"), marks=pytest.mark.slow),
         ("batched", (2, 2), ("exchange s with e", "split i")),
         ("batched", (2, 2), ("split i", "parts e")),
         ("batched", (2, 2), ("parts e", "parts e at 2,2,1")),
         ("batched", (3,), ("exchange s with e",)),  # two, two and no experts
         ("batched", (3,), ("parts e",)),
-        ("grouped", (2,), ("parts e",)),
-        ("grouped", (4,), ("exchange s with e",)),
+        pytest.param("grouped", (2,), ("parts e",), marks=pytest.mark.slow),
+        pytest.param("grouped", (4,), ("exchange s with e",), marks=pytest.mark.slow),
         ("grouped", (2, 2), ("exchange s with e at 2,2,1", "split s at 2,35,1")),
         ("three", (2,), ("parts e",)),
         ("three", (2,), ("exchange s at 1,35,2 with e",)),
-        ("three", (4,), ("exchange s with e",)),
+        pytest.param("three", (4,), ("exchange s with e",), marks=pytest.mark.slow),
         ("padded", (2,), ("exchange s with e",)),
-        ("padded", (2, 2), ("parts e", "split i")),
+        pytest.param("padded", (2, 2), ("parts e", "split i"), marks=pytest.mark.slow),
         ("idle", (3,), ("exchange s with e",)),  # one rank has no rows
         ("idle", (3,), ("parts e",)),
-        ("idle", (2,), ("exchange s with e at 3,2,1",)),
+        pytest.param("idle", (2,), ("exchange s with e at 3,2,1",), marks=pytest.mark.slow),
     ],
 )
 def test_experts_equal_one_process(
@@ -160,6 +160,7 @@ def test_the_idle_experts_are_idle(prepared: Callable[[str], Prepared]) -> None:
     assert not gate_up[4:].any() and all(g.any() for g in gate_up[:4])
 
 
+@pytest.mark.slow
 def test_blocks_of_two_layers_equal_one_process() -> None:
     split(prepare(mixtral(layers=2)), (2,), "exchange s with e", seed=3)
 
@@ -452,7 +453,7 @@ def test_what_experts_can_be_split_by() -> None:
 @pytest.mark.parametrize(
     ("sizes", "choices"),
     [
-        ((2,), ("parts e",)),
+        pytest.param((2,), ("parts e",), marks=pytest.mark.slow),
         ((3,), ("exchange s with e",)),
         ((2, 2), ("exchange s with e", "split s at 2,35,1")),
         ((2, 2), ("exchange s with e", "split i")),
