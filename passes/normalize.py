@@ -16,6 +16,7 @@ from autopar.passes.bags import embedding_bags
 from autopar.passes.constants import evaluate_constants, fold_constants
 from autopar.passes.decompose import decompose
 from autopar.passes.expand import expand_ops
+from autopar.passes.experts import fuse_experts
 from autopar.passes.fills import fills
 from autopar.passes.losses import losses_to_sums
 from autopar.passes.norms import norms
@@ -44,9 +45,12 @@ def normalize(program: Program, buffers: dict[str, torch.Tensor]) -> Program:
     splits_with_sizes(program)
     slices_to_splits(program)
     drop_empty_parts(program)
+    squeeze_what_was_unsqueezed(program)
     fold_constants(program)
     values = evaluate_constants(program, buffers)
     index_to_view(program, values)
+    eliminate_dead_code(program)  # what nothing needs is no use from outside
+    fuse_experts(program, values)
     refold_linears(program)
     losses_to_sums(program)
     mean_to_sum(program)
@@ -129,6 +133,16 @@ def drop_empty_parts(program: Program) -> None:
             renamed(program, node, parts[0])
         elif parts:
             node.args = (parts, *node.args[1:])
+
+
+def squeeze_what_was_unsqueezed(program: Program) -> None:
+    """``squeeze(unsqueeze(x, 1), 1)`` --> ``x``: what remains of a change in place of one row of a matrix."""
+    for node in calls(program.graph, aten.squeeze.dim):
+        wide = args_of(node)[0]
+        if wide.target is aten.unsqueeze.default and shape_of(args_of(wide)[0]) == shape_of(node):
+            dims = len(shape_of(wide))
+            if argument(node, "dim") % dims == argument(wide, "dim") % dims:
+                renamed(program, node, args_of(wide)[0])
 
 
 def slices_to_splits(program: Program) -> None:

@@ -189,6 +189,57 @@ def cross_attention(length: int = SEQUENCE, other: int = 10) -> Case:
     return Case(CrossAttention().double(), batch, lambda out, batch: F.mse_loss(out, batch["y"]))
 
 
+def mixtral(
+    implementation: str = "batched_mm", experts: int = 4, layers: int = 1, padded: bool = False, **options: Any
+) -> Case:
+    """A mixture of experts, two for each token, that computes its experts as ``implementation`` says."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=10,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+        num_local_experts=experts,
+        num_experts_per_tok=2,
+        use_cache=False,
+        **options,
+    )
+    config._experts_implementation = implementation
+    return language_model(MixtralForCausalLM, config, padded)
+
+
+def gated(x: Tensor, ids: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Rows times the matrices of their experts, as batched products."""
+    a, b = torch.bmm(up[ids], x.unsqueeze(-1)).squeeze(-1).chunk(2, -1)
+    return torch.bmm(down[ids], (F.silu(a) * b).unsqueeze(-1)).squeeze(-1)
+
+
+class Mixture(nn.Module):
+    """A linear layer, and experts of which every token goes to two."""
+
+    def __init__(self, width: int, inner: int, count: int = 4) -> None:
+        super().__init__()
+        self.first, self.router = nn.Linear(width, width), nn.Linear(width, count)
+        self.up = nn.Parameter(torch.randn(count, 2 * inner, width))
+        self.down = nn.Parameter(torch.randn(count, width, inner))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        shares, ids = self.router(h).softmax(-1).topk(2)
+        rows = gated(h.repeat_interleave(2, 0), ids.reshape(-1), self.up, self.down)
+        return (rows * shares.reshape(-1, 1)).view(len(x), 2, -1).sum(1)
+
+
+def mixture() -> Case:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(7, 6).double(), "y": torch.randn(7, 6).double()}
+    return Case(Mixture(6, 5).double(), batch, lambda out, batch: F.mse_loss(out, batch["y"]))
+
+
 class Block(nn.Module):
     """Two convolutions and a shortcut, with the in-place ops of torchvision's."""
 

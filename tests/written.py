@@ -11,6 +11,7 @@ from torch import Tensor
 
 from autopar.runtime.kernels.attention import attention
 from autopar.runtime.kernels.dropout import dropout, random_normal, random_uniform
+from autopar.runtime.kernels.experts import experts
 from autopar.runtime.kernels.loss import cross_entropy_count, cross_entropy_sum
 from autopar.runtime.kernels.norm import batch_norm, instance_norm
 from autopar.runtime.kernels.parts import Part
@@ -366,5 +367,38 @@ def telling() -> list[Sample]:
     ]
 
 
+def mixtures() -> list[Sample]:
+    """Rows of experts: gated in one matrix or interleaved, with biases; of one product; some experts without rows."""
+    torch.manual_seed(4)
+    ids, few = torch.tensor([3, 0, 0, 3, 2, 0, 3]), torch.tensor([1, 1, 2, 1, 2, 1])
+    linear, down = ("linear", ("%0", 0, False), {}), ("linear", ("%5", 1, False), {})
+    halves = [("piece", ("%1", k, 2, False), {}) for k in (0, 1)]
+    gated = [linear, halves[0], ("aten.silu.default", ("%2",), {}), halves[1], ("aten.mul.Tensor", ("%3", "%4"), {})]
+    turned: list[Any] = [
+        ("linear", ("%0", 0, True), {}),
+        ("take", (1,), {}),
+        ("aten.add.Tensor", ("%1", "%2"), {}),
+        *(("piece", ("%3", k, 2, True), {}) for k in (0, 1)),
+        ("aten.clamp.default", ("%4", None, 1.5), {}),
+        ("aten.gelu.default", ("%6",), {"approximate": "tanh"}),
+        ("aten.add.Tensor", ("%5", 1), {}),
+        ("aten.mul.Tensor", ("%7", "%8"), {}),
+        ("linear", ("%9", 2, True), {}),
+        ("take", (3,), {}),
+        ("aten.add.Tensor", ("%10", "%11"), {}),
+    ]
+    apart = [linear, ("aten.relu.default", ("%1",), {}), ("linear", ("%0", 1, False), {})]
+    apart += [("aten.mul.Tensor", ("%2", "%3"), {}), ("linear", ("%4", 2, False), {})]
+    biased = [randn(4, 5, 6), randn(4, 6), randn(4, 3, 5), randn(4, 5)]
+    return [
+        Sample(experts, (randn(7, 5), ids, [randn(4, 6, 5), randn(4, 5, 3)], [*gated, down])),
+        Sample(experts, (randn(6, 4), few, [randn(4, 8, 4), randn(4, 4, 4)], [*gated, down], True)),
+        Sample(experts, (randn(7, 5), ids + 1, biased, turned, True)),
+        Sample(experts, (randn(7, 5), ids, [randn(4, 3, 5), randn(4, 3, 5), randn(4, 5, 3)], apart)),
+        Sample(experts, (randn(7, 5), ids - 4, [randn(4, 6, 5)], [linear])),
+        Sample(experts, (randn(7, 5), ids * 0, [randn(1, 6, 5), randn(1, 5, 3)], [*gated, down])),
+    ]
+
+
 def all_written() -> list[Sample]:
-    return [*written(), *more(), *along(), *telling()]
+    return [*written(), *more(), *along(), *telling(), *mixtures()]

@@ -407,11 +407,17 @@ def factor_size(rule: Rule, strategy: Strategy, factor: str, axis_sizes: Sequenc
 
 def local_flops(rule: Rule, strategy: Strategy, axis_sizes: Sequence[int]) -> float:
     """Floating-point operations of the forward pass on the fullest rank."""
+    return local_sum(rule.flops, rule, strategy, axis_sizes) * crowding(rule, strategy, axis_sizes)
+
+
+def local_sum(
+    terms: Iterable[tuple[float, tuple[str, ...]]], rule: Rule, strategy: Strategy, axis_sizes: Sequence[int]
+) -> float:
+    """Terms (coefficient, factors) on the fullest rank."""
     first = (0,) * len(axis_sizes)
-    evenly = sum(
-        c * math.prod(factor_size(rule, strategy, f, axis_sizes, first) for f in factors) for c, factors in rule.flops
+    return sum(
+        c * math.prod(factor_size(rule, strategy, f, axis_sizes, first) for f in factors) for c, factors in terms
     )
-    return evenly * crowding(rule, strategy, axis_sizes)
 
 
 def crowding(rule: Rule, strategy: Strategy, axis_sizes: Sequence[int]) -> float:

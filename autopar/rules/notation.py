@@ -77,6 +77,7 @@ class Rule:
     whole: factors that may not be split.  size_args: arguments of the op that are sizes, each in factors.
     part_args: keyword arguments that receive which part of a factor this rank holds.
     saves: what autograd keeps for backward, ("in", i) or ("out", j).  flops: terms (coefficient, factors).
+    inner: elements that autograd keeps inside the op, as such terms.
     images: a factor of the output that an algorithm cuts where it cuts the factor of the input (positions before and
     after a window).  quiet: (tensor, factor) where a cut of the factor is no candidate; the search leaves it out.
     """
@@ -98,6 +99,7 @@ class Rule:
     reshapes: bool = False  # runs as a reshape to the local shape of its output
     causal: str = ""
     filled: bool = False  # a split may leave no rank without rows: torch's kernel does not take them
+    inner: tuple[tuple[float, tuple[str, ...]], ...] = ()
 
     @property
     def factors(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ Buffers are contiguous: gloo gives wrong values on strided views without an erro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -262,6 +262,40 @@ def all_to_all(x: Tensor, src: Split, dst: Split, axis: Axis) -> Tensor:
             chunk = chunk.reshape(-1, 2)
         parts.append(_restored(chunk, x).reshape(size))
     return _fold(torch.cat(parts, src.dim + 1), src.dim)
+
+
+def exchange_counts(counts: Tensor, widths: Sequence[int], axis: Axis) -> Tensor:
+    """``widths[i]`` of the numbers to rank i; what comes of every rank, one after the other."""
+    mine = widths[axis.index]
+    received = counts.new_empty(mine * axis.size)
+    dist.all_to_all_single(received, counts, [mine] * axis.size, list(widths), group=axis.group)
+    return received
+
+
+def _exchanged(x: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
+    buffer = _carried(x)
+    width = _numel(list(buffer.shape[1:]))
+    out = buffer.new_empty((sum(received), *buffer.shape[1:]))
+    come, go = ([n * width for n in rows] for rows in (received, sent))
+    dist.all_to_all_single(out.view(-1), buffer.view(-1), come, go, group=axis.group)
+    return _restored(out, x)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
+        ctx.way = (received, sent, axis)
+        return _exchanged(x, sent, received, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _exchanged(grad, *ctx.way), None, None, None
+
+
+def exchange_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], axis: Axis) -> Tensor:
+    """Rows of ``x``, ``sent[i]`` of them to rank i, in order; from rank i come ``received[i]``.  Gradients go back."""
+    made: Tensor = _Exchange.apply(x, list(sent), list(received), axis)
+    return made
 
 
 def _numel(size: list[int]) -> int:

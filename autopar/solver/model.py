@@ -327,6 +327,10 @@ def _memory(b: _Builder) -> None:
                 if users:
                     model.row(0.0, INF, [(kept, 1.0), *users])
             b.bytes.append((kept, nbytes))
+    for op in space.ops:
+        scale = space.count(op.name) * b.byte
+        priced = zip(b.strategy[op.name], space.costs[op.name], strict=True)
+        b.bytes += [(c, p.inside * scale) for c, p in priced if p.inside]
     largest = model.column()
     b.bytes.append((largest, 1.0))
     for op in space.ops:

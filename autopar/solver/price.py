@@ -39,7 +39,7 @@ def price(plan: Plan, bound: Bound, analysis: Analysis, folding: Folding, prices
     values = analysis.values
     backward: dict[int, float] = defaultdict(float)
     breakdown: dict[str, float] = defaultdict(float)
-    sent = transient = 0.0
+    sent = transient = inside = 0.0
     schedule, costs = Schedule(m), {}
     for op in analysis.operations:
         cost = prices.op(op, strategies[op.name], [values[v] for v in op.inputs], [values[v] for v in op.outputs])
@@ -50,9 +50,9 @@ def price(plan: Plan, bound: Bound, analysis: Analysis, folding: Folding, prices
         breakdown["inside ops"] += (cost.communication + cost.communication_back) * m
         breakdown["inside ops hidden"] += cost.hidden * m
         sent += cost.sent * m
-        transient = max(transient, cost.transient)
+        transient, inside = max(transient, cost.transient), inside + cost.inside
     activations, activation_bytes, saved = _activations(analysis, expanded, strategies, prices, axes, schedule)
-    breakdown["activations"] = activations
+    breakdown["activations"], saved = activations, saved + inside
     weights = _Weights(analysis, folding, expanded, strategies, prices, axes, schedule)
     for name in weights.uses:
         weights.add(name)

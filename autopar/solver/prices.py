@@ -22,7 +22,7 @@ from autopar.cost_model.profiler import Profile, op_key
 from autopar.layout import I, Layout, P, R, S, Shape, State, conversion, dual, largest_local_numel, local_shape
 from autopar.program import target_name
 from autopar.rules.analysis import Operation, Value
-from autopar.rules.derive import Choice, Strategy, algorithm_of, factor_size, is_paired, local_flops
+from autopar.rules.derive import Choice, Strategy, algorithm_of, factor_size, is_paired, local_flops, local_sum
 from autopar.rules.notation import Algorithm, Rule
 
 # An algorithm that combines parts of statistics (softmax, normalisation) reduces one number per row this many times.
@@ -63,6 +63,7 @@ class OpPrice(NamedTuple):
     hidden: float
     sent: float
     transient: float  # bytes of its inputs and outputs, and of what passes through
+    inside: float = 0.0  # bytes that autograd keeps beside inputs and outputs
 
     @property
     def seconds(self) -> float:
@@ -156,7 +157,7 @@ class Prices:
         gemm, shape = is_gemm(op), None
         if gemm:
             flops = local_flops(rule, strategy, self.sizes)
-            shape = _gemm_shape(rule, strategy, self.sizes, steps)
+            shape = _gemm_shape(op, strategy, self.sizes, steps)
         else:
             elements = max(self.numel(v.shape, layout) for v, layout in self._largest(strategy, ins, outs))
             flops = elements * ELEMENT_OPS.get(_short_name(op), 1)
@@ -179,7 +180,8 @@ class Prices:
             forward, backward = measured[0], measured[1] if has_backward else 0.0
         own = self._communication(op, strategy, ins, outs, forward, backward)
         transient = held + 2 * passing / steps  # of what passes through a rank holds this step's and the next one's
-        return OpPrice(forward, backward, *own, transient * (2 if has_backward else 1))
+        kept = local_sum(rule.inner, rule, strategy, self.sizes) * self.width(outs[0].dtype) if has_backward else 0.0
+        return OpPrice(forward, backward, *own, transient * (2 if has_backward else 1), kept)
 
     def _passing(
         self, op: Operation, strategy: Strategy, ins: Sequence[Value], outs: Sequence[Value]
@@ -378,7 +380,9 @@ def is_gemm(op: Operation) -> bool:
     """Whether matmul units do the arithmetic: a contraction, or attention."""
     rule = op.rule
     return bool(rule.flops) and (
-        (bool(rule.sums) and any(len(t) > 1 for t in rule.form)) or "attention" in _short_name(op)
+        (bool(rule.sums) and any(len(t) > 1 for t in rule.form))
+        or "attention" in _short_name(op)
+        or _short_name(op) == "experts"
     )
 
 
@@ -387,12 +391,16 @@ def _short_name(op: Operation) -> str:
     return _SHORT_NAMES.get(name, name)
 
 
-def _gemm_shape(rule: Rule, strategy: Strategy, sizes: Sequence[int], steps: int = 1) -> tuple[int, ...]:
+def _gemm_shape(op: Operation, strategy: Strategy, sizes: Sequence[int], steps: int = 1) -> tuple[int, ...]:
     """Local (M, N, K) of a contraction: factors of the first operand alone, of the second alone, and of both alone.
 
-    What is walked is so in ``steps`` products.
+    Of experts: the rows of one, and its first matrix.  What is walked is so in ``steps`` products.
     """
-    first = (0,) * len(sizes)
+    first, rule = (0,) * len(sizes), op.rule
+    if _short_name(op) == "experts":
+        count, *matrix = local_shape(op.type.in_shapes[2], strategy.ins[2], sizes, first)
+        rows = local_sum([(1 / op.type.in_shapes[2][0], ("s", "e"))], rule, strategy, sizes)
+        return max(1, round(rows / max(count, 1))), *matrix
     a, b = ({f for dims in rule.ins[i] for f in dims} for i in _operands(rule))
     out = {f for dims in rule.outs[0] for f in dims}
     walked = {c.partner[0] for c in strategy.choices if c.partner is not None}

@@ -24,8 +24,6 @@ def _by_expert(op: Callable[..., Any], x: Tensor, weight: Tensor, ends: Tensor, 
     if not parts["e"].cuts:
         every: Tensor = op(x, weight, here.to(ends.dtype))
         return every
-    if not len(experts):  # nothing to do, but part of the graph
-        return x.new_zeros(x.shape[0], weight.shape[2]) + (x.sum() + weight.sum()) * 0
     owner = torch.searchsorted(here, torch.arange(x.shape[0], device=x.device), right=True)
     mine = torch.isin(owner, experts).nonzero().squeeze(1)
     counts = here.diff(prepend=here.new_zeros(1))[experts]
@@ -40,6 +38,8 @@ def grouped_mm_parts(
     unit = 16 // x.element_size()
 
     def op(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        if not len(weight):  # nothing to do, but part of the graph
+            return x.new_zeros(x.shape[0], weight.shape[2]) + (x.sum() + weight.sum()) * 0
         k, n = weight.shape[1:]
         wide, high = (max(-(-size // unit), 1) * unit - size for size in (n, k))
         x, weight = F.pad(x, (0, high)).contiguous(), F.pad(weight, (0, wide, 0, high)).contiguous()
@@ -50,5 +50,8 @@ def grouped_mm_parts(
 
 
 def grouped_mm_fallback_parts(x: Tensor, weight: Tensor, ends: Tensor, *, parts: Parts) -> Tensor:
-    """The op that Hugging Face's experts call where torch's own does not run."""
+    """The op that Hugging Face's experts call where torch's own does not run.
+
+    It keeps the weight on ranks without experts too: one that was gathered is gathered again by all ranks or by none.
+    """
     return _by_expert(torch.ops.transformers.grouped_mm_fallback.default, x, weight, ends, parts)
