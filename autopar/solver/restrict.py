@@ -1,0 +1,338 @@
+"""What the roles of a form allow each op to do: the filters of a search for one tensor mode or sequence split.
+
+    role            products                                other ops
+    rows, depth     batch or sequence                       batch or sequence
+    columns         columns                                 features; attention: heads
+    tensor          columns or contraction                  features, sequence or whole; attention: heads
+    turn (y, z)     columns on one, contraction on other    batch or sequence on one at most, features; attention: heads
+    ulysses         sequence                                sequence; attention: heads
+    ring            sequence                                sequence; attention: its ring algorithm
+    other           weights whole                           anything
+
+An op that has nothing of what its role wants, such as a scalar of the loss, runs whole or on what has no meaning.  The
+weights of products are stored as the mode says: split over rows, columns and turns, whole over depth.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.errors import InfeasiblePlan, PlanError
+from autopar.layout import I, P, R, S
+from autopar.modes import COLUMNS as BY_COLUMNS
+from autopar.modes import CONTRACTION, PER_EXPERT, RING_KIND, STREAM, WHOLE, is_heads, role, weight_input
+from autopar.passes.fold import Folding
+from autopar.program import place
+from autopar.rules.analysis import Analysis, Operation
+from autopar.rules.derive import Choice, Strategy, axis_choices, strategies
+from autopar.rules.meaning import BATCH, FEATURES, SEQUENCE, UNKNOWN, Meanings
+from autopar.solver.forms import COLUMNS, DEPTH, OTHER, RING, ROWS, TENSOR, TURN, ULYSSES, Form
+from autopar.solver.space import Space
+
+_WANTED, _TOLERATED, _REFUSED = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Restriction:
+    """allowed: the choices of each representative op, by axis.  full: the products that follow every role.
+
+    turning: the ops of which one axis of those that turn splits rows at most.
+    """
+
+    form: Form
+    analysis: Analysis
+    known: Meanings
+    allowed: dict[str, tuple[frozenset[Choice], ...]]
+    full: frozenset[str]
+    turning: frozenset[str]
+
+    def keep_choice(self, op: Operation, choice: Choice, axis: int) -> bool:
+        return choice in self.allowed[op.name][axis]
+
+    def keep(self, op: Operation, strategy: Strategy) -> bool:
+        return op.name not in self.turning or _turns(self.form, op, strategy, self.analysis, self.known)
+
+    def store(self, space: Space) -> Space:
+        """Keep the layouts in which the mode stores the weights of products, where there are such."""
+        split, whole = self.form.axes(ROWS, COLUMNS, TURN, TENSOR), self.form.axes(DEPTH)
+        weights = []
+        for weight in space.weights:
+            if any(use.op in self.full and use.position in _matrices(self, use.op) for use in weight.edge.uses):
+                stored = weight.stored
+                for axis in (*split, *whole):
+                    kept = tuple(layout for layout in stored if isinstance(layout[axis], S) == (axis in split))
+                    stored = kept or stored
+                weight = replace(weight, stored=stored)
+            weights.append(weight)
+        return replace(space, weights=tuple(weights))
+
+
+def _matrices(restriction: Restriction, name: str) -> tuple[int, ...]:
+    op = next(o for o in restriction.analysis.operations if o.name == name)
+    found = weight_input(op, restriction.analysis)
+    return () if found is None else (found,)
+
+
+def restriction(form: Form, analysis: Analysis, folding: Folding, known: Meanings) -> Restriction:
+    """What every representative op may do under ``form``.
+
+    Raises InfeasiblePlan, which says where and why in numbers, where attention cannot be split as the form wants it, or
+    where no product of the model can take its roles.
+    """
+    ops = [op for op in analysis.operations if folding.ops[op.name] == op.name]
+    allowed: dict[str, tuple[frozenset[Choice], ...]] = {}
+    full: set[str] = set()
+    turning: set[str] = set()
+    for op in ops:
+        judged = [_judged(form, axis, op, analysis, known) for axis in range(len(form.roles))]
+        lacking = [a for a, (wanted, _) in enumerate(judged) if not wanted]
+        if _is_attention(op, analysis, known):
+            _check_attention(form, op, lacking, known)
+        turns = not set(lacking) & set(form.axes(TURN)) and len(form.axes(TURN)) == 2
+        found = next(_ways(form, op, judged, lacking, turns, analysis, known), None)
+        if found is None:  # not even whole: build says so
+            allowed[op.name] = tuple(frozenset(_options(op, a, analysis)) for a in range(len(form.roles)))
+            continue
+        allowed[op.name], relaxed, joint = found
+        if joint:
+            turning.add(op.name)
+        if not relaxed and weight_input(op, analysis) is not None:
+            full.add(op.name)
+    if not full:
+        raise _no_product(form, ops, analysis)
+    made = Restriction(form, analysis, known, allowed, frozenset(full), frozenset(turning))
+    _check_sequence(made, ops)
+    return made
+
+
+def _options(op: Operation, axis: int, analysis: Analysis) -> list[Choice]:
+    return axis_choices(op.type, analysis.factor_points(op), analysis.axis_sizes[axis], quiet=False)
+
+
+def _judged(
+    form: Form, axis: int, op: Operation, analysis: Analysis, known: Meanings
+) -> tuple[list[Choice], list[Choice]]:
+    """(wanted, tolerated) choices of an op on one axis."""
+    out: tuple[list[Choice], list[Choice], list[Choice]] = ([], [], [])
+    weight = weight_input(op, analysis)
+    for choice in _options(op, axis, analysis):
+        if weight is not None:
+            out[_of_product(form, form.roles[axis], role(op, weight, choice, known), choice)].append(choice)
+        else:
+            out[_of_other(form, form.roles[axis], op, choice, known, analysis)].append(choice)
+    return out[0], out[1]
+
+
+def _ways(
+    form: Form,
+    op: Operation,
+    judged: Sequence[tuple[list[Choice], list[Choice]]],
+    lacking: Sequence[int],
+    turns: bool,
+    analysis: Analysis,
+    known: Meanings,
+) -> Iterator[tuple[tuple[frozenset[Choice], ...], tuple[int, ...], bool]]:
+    """(allowed, relaxed axes, joint) from the strictest on that leave a strategy: with tolerated choices on few axes."""
+    axes = range(len(judged))
+    sizes = analysis.axis_sizes
+    for count in range(len(judged) + 1):
+        for relaxed in itertools.combinations(axes, count):
+            if not set(lacking) <= set(relaxed):
+                continue
+            allowed = tuple(
+                frozenset((*judged[a][0], *judged[a][1]) if a in relaxed else judged[a][0]) for a in axes
+            )
+            joint = turns and not set(relaxed) & set(form.axes(TURN))
+            every = strategies(
+                op.type, analysis.factor_points(op), sizes, keep=lambda c, a, kept=allowed: c in kept[a]
+            )
+            for s in every:
+                reached = (analysis.to_root(v, layout) for v, layout in zip(op.inputs, s.ins, strict=True))
+                if (not joint or _turns(form, op, s, analysis, known)) and all(r is not None for r in reached):
+                    yield allowed, relaxed, joint
+                    break
+
+
+# ------------------------------------------------------------------------------------------------ what is wanted
+
+
+def _of_product(form: Form, wanted: str, taken: str, choice: Choice) -> int:
+    """How a product's choice, which takes the role ``taken``, suits an axis."""
+    streamed = choice.kind == STREAM
+    asked = not form.operands or streamed == (form.operands == "streamed")
+    if wanted == ROWS:
+        fits, near = taken in (BATCH, SEQUENCE) and asked, taken in (BATCH, SEQUENCE)
+    elif wanted == DEPTH:
+        fits, near = taken in (BATCH, SEQUENCE) and not streamed, False
+    elif wanted == COLUMNS:
+        fits, near = taken == BY_COLUMNS and asked, taken == BY_COLUMNS
+    elif wanted == TENSOR:
+        fits, near = taken in (BY_COLUMNS, CONTRACTION) and not streamed, False
+    elif wanted == TURN:
+        fits = (taken == BY_COLUMNS and asked) or taken == CONTRACTION
+        near = taken == BY_COLUMNS
+    elif wanted in (ULYSSES, RING):
+        fits, near = taken == SEQUENCE and not streamed, False
+    elif wanted == OTHER:
+        fits, near = taken not in (BY_COLUMNS, CONTRACTION) and not streamed, False
+    else:
+        return _WANTED
+    return _WANTED if fits else _TOLERATED if near or taken in (WHOLE, PER_EXPERT) else _REFUSED
+
+
+def _of_other(form: Form, wanted: str, op: Operation, choice: Choice, known: Meanings, analysis: Analysis) -> int:
+    """How another op's choice suits an axis."""
+    if wanted not in (ROWS, DEPTH, COLUMNS, TENSOR, TURN, ULYSSES, RING):
+        return _WANTED
+    meaning, mixes = known.of(op, choice), known.mixes_sequence(op)
+    whole = choice.kind in (I, R, P)
+    rows = meaning in (BATCH, SEQUENCE)
+    features = is_heads(op, choice, known) if mixes else meaning == FEATURES
+    if wanted in (ROWS, DEPTH):
+        fits = rows
+    elif wanted == COLUMNS:
+        fits = features
+    elif wanted == TURN:
+        fits = rows or features
+    elif wanted == TENSOR:
+        fits = _beside_1d(form, op, choice, features, whole, known, analysis)
+    elif mixes and wanted == ULYSSES:
+        fits = features
+    elif wanted == RING and _is_attention(op, analysis, known):
+        fits = choice.kind == RING_KIND
+    else:
+        fits = meaning == SEQUENCE
+    near = whole or meaning == UNKNOWN or (mixes and meaning == SEQUENCE and wanted == ULYSSES)
+    return _WANTED if fits else _TOLERATED if near else _REFUSED
+
+
+def _beside_1d(
+    form: Form, op: Operation, choice: Choice, features: bool, whole: bool, known: Meanings, analysis: Analysis
+) -> bool:
+    """Whether a choice is wanted around products in 1D.
+
+    Attention splits its heads.  Under Megatron's sequence split nothing else runs whole, and what sums over features or
+    needs all of them splits the sequence.
+    """
+    if known.mixes_sequence(op):
+        return features or (whole and not _is_attention(op, analysis, known))
+    by_sequence = known.of(op, choice) == SEQUENCE
+    if form.sequence == "megatron":
+        reduces = any(f in op.rule.whole | op.rule.sums for f in known.has(op, FEATURES))
+        return by_sequence or (features and (not reduces or choice.kind == "vocabulary"))
+    return features or whole or (by_sequence and form.sequence != "none")
+
+
+def _turns(form: Form, op: Operation, strategy: Strategy, analysis: Analysis, known: Meanings) -> bool:
+    """Whether of the two axes that turn a product's take different roles, and another op's do not both split rows."""
+    y, z = (strategy.choices[a] for a in form.axes(TURN))
+    weight = weight_input(op, analysis)
+    if weight is not None:
+        return {role(op, weight, c, known) for c in (y, z)} == {BY_COLUMNS, CONTRACTION}
+    rows = [known.of(op, c) in (BATCH, SEQUENCE) for c in (y, z)]
+    return not all(rows) or not known.has(op, FEATURES)
+
+
+def _is_attention(op: Operation, analysis: Analysis, known: Meanings) -> bool:
+    return bool(op.rule.flops) and known.mixes_sequence(op) and weight_input(op, analysis) is None
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+
+
+def _refused(form: Form, **parts: object) -> InfeasiblePlan:
+    return InfeasiblePlan(f"{form.title} cannot be on a mesh of {form.mesh}", **parts)  # type: ignore[arg-type]
+
+
+def _check_attention(form: Form, op: Operation, lacking: Sequence[int], known: Meanings) -> None:
+    for axis in lacking:
+        n, wanted = form.mesh.sizes[axis], form.roles[axis]
+        if wanted == RING:
+            raise _refused(
+                form,
+                where=place(op.node),
+                expected="torch's scaled_dot_product_attention, which can run as a ring",
+                got=f"{op.name}, which cannot",
+                hint="use attn_implementation='sdpa', or another sequence split",
+            )
+        if wanted in (COLUMNS, TENSOR, TURN, ULYSSES):
+            heads = [op.rule.sizes[f] for f in known.has(op, FEATURES) if is_heads(op, Choice("split", f), known)]
+            got = " and ".join(f"{h} heads, {h} = {_parts(h, n)}" for h in heads) or "1 head"
+            raise _refused(
+                form,
+                where=place(op.node),
+                expected=f"heads for each of the {n} ranks of {form.name(axis)}",
+                got=got + ("" if len(heads) < 2 else " (of keys and values, and of queries for each)"),
+                hint=f"a mesh with fewer ranks on {form.mesh.axes[axis]}, or another mode",
+            )
+
+
+def _parts(size: int, n: int) -> str:
+    """``2+2+1+0``: how ``size`` falls on n ranks."""
+    each = -(-size // n)
+    sizes = [max(0, min(each, size - k * each)) for k in range(n)]
+    return "+".join(map(str, sizes)) if n <= 8 else f"{each} each, the last with {sizes[-1]}"
+
+
+def _no_product(form: Form, ops: Sequence[Operation], analysis: Analysis) -> InfeasiblePlan:
+    products = [(op, w) for op in ops if (w := weight_input(op, analysis)) is not None]
+    if not products:
+        return _refused(form, expected="a product of activations and a weight", got="none in this model")
+    op, weight = products[0]
+    sizes = op.rule.sizes
+    inside = {f for dims in op.rule.ins[weight] for f in dims}
+    outside = [f for dims in op.rule.outs[0] for f in dims]
+    rows = " x ".join(str(sizes[f]) for f in outside if f not in inside) or "1"
+    columns = " x ".join(str(sizes[f]) for f in outside if f in inside) or "1"
+    summed = " x ".join(str(sizes[f]) for f in sorted(inside - set(outside))) or "1"
+    roles = ", ".join(f"{_WORDS[r]} over {form.name(a)}" for a, r in enumerate(form.roles) if r in _WORDS)
+    return _refused(
+        form,
+        where=place(op.node),
+        expected=f"{roles}, with some for every rank",
+        got=f"{rows} rows, {columns} columns, {summed} contracted",
+        hint="another mesh or mode; the first product of the model is shown, no other can run so either",
+    )
+
+
+_WORDS = {
+    ROWS: "rows",
+    DEPTH: "rows",
+    COLUMNS: "columns",
+    TENSOR: "columns or the contraction",
+    TURN: "columns and in turn the contraction",
+    ULYSSES: "the sequence",
+    RING: "the sequence",
+}
+
+
+def _check_sequence(made: Restriction, ops: Sequence[Operation]) -> None:
+    """Refuse a split of a sequence that the model does not have."""
+    form, known = made.form, made.known
+    for split in (RING, ULYSSES):
+        if split in form.roles and not any(_is_attention(op, made.analysis, known) for op in ops):
+            raise _refused(form, expected="attention over a sequence", got="a model without it", hint="Search(sequence=None)")
+    if form.sequence == "megatron":
+        (axis,) = form.axes(TENSOR)
+        if not any(known.of(op, c) == SEQUENCE for op in ops for c in made.allowed[op.name][axis]):
+            raise _refused(
+                form,
+                expected=f"ops that split a sequence over {form.name(axis)}",
+                got="a sequence in no op, or one that is too short",
+                hint="Search(sequence=None)",
+            )
+
+
+def check_zero(form: Form, zero: int | None) -> None:
+    """Raise PlanError where a stage of ZeRO contradicts how a mode stores weights."""
+    if zero is None or form.mode not in ("2d", "2.5d", "3d"):
+        return
+    if form.mode == "2.5d" and zero:
+        wanted = "zero=None: weights are whole over depth and split over rows"
+    elif zero == 0 and form.operands != "streamed":
+        wanted = "zero=1, 2, 3 or None: weights are stored split over the axis of rows"
+    else:
+        return
+    raise PlanError(f"{form.title} stores weights otherwise", where="Search(zero=)", expected=wanted, got=str(zero))
