@@ -17,6 +17,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from autopar.cluster import ClusterSpec
+from autopar.cost_model.hardware import axis_links
 from autopar.errors import PlanError
 from autopar.layout import Mesh
 
@@ -81,14 +83,15 @@ def as_names(value: str | Sequence[str] | None, known: Sequence[str], option: st
 
 
 def forms(
-    tensor_modes: Sequence[str], sequence: Sequence[str], meshes: Sequence[Mesh] | None, world_size: int
+    tensor_modes: Sequence[str], sequence: Sequence[str], meshes: Sequence[Mesh] | None, cluster: ClusterSpec
 ) -> tuple[Form, ...]:
     """Every way to give the axes of a mesh the roles that the options ask for, meshes of fewer axes first.
 
-    meshes: those to keep to; None for all of as many axes as a mode has, and one more.  Raises PlanError where no mesh
-    has the axes, and for options that exclude each other.
+    Of ways that give every role as many ranks over the same links only the first is kept, which has the roles in their
+    order, behind axes without.  meshes: those to keep to; None for all of as many axes as a mode has, and one more.
+    Raises PlanError where no mesh has the axes, and for options that exclude each other.
     """
-    found: list[Form] = []
+    found: dict[object, Form] = {}
     lacking: list[str] = []
     for mode, split in itertools.product(tensor_modes or ("",), sequence or ("",)):
         base, _, operands = mode.partition(" ")
@@ -97,15 +100,17 @@ def forms(
         base = base or ("1d" if split == "megatron" else "")
         roles = (*_TENSOR_MODES.get(base, ()), *_SEQUENCE.get(split, ()))
         rest = OTHER if mode else FREE
-        fitting = _wide_enough(roles, meshes, world_size)
+        fitting = _wide_enough(roles, meshes, cluster.world_size)
         if not fitting:
             lacking.append(f"{Form(base, operands, split, Mesh((), ()), ()).title}: {len(roles)}")
-        for mesh in fitting:
-            for given in _assignments(roles, rest, mesh.sizes):
-                named = mesh if meshes is not None else Mesh(_axis_names(given), mesh.sizes)
-                found.append(Form(base, operands, split, named, given))
+        ways = [(mesh, given) for mesh in fitting for given in _assignments(roles, rest, mesh.sizes)]
+        for mesh, given in sorted(ways, key=lambda way: (len(way[1]), _disorder(way[1], rest, roles))):
+            named = mesh if meshes is not None else Mesh(_axis_names(given), mesh.sizes)
+            links = axis_links(cluster, mesh.sizes)
+            alike = sorted(map(repr, zip(given, mesh.sizes, links, strict=True)))
+            found.setdefault((base, operands, split, *alike), Form(base, operands, split, named, given))
     if found:
-        return tuple(sorted(found, key=lambda f: len(f.mesh.axes)))
+        return tuple(sorted(found.values(), key=lambda f: len(f.mesh.axes)))
     if not lacking:
         raise PlanError(
             "a sequence split by Megatron belongs to tensor mode 1D",
@@ -113,7 +118,7 @@ def forms(
             expected='tensor_modes="1d" with sequence="megatron"',
             got=f"{', '.join(tensor_modes)} with {', '.join(sequence)}",
         )
-    have = "; ".join(map(str, meshes)) if meshes is not None else f"{world_size} ranks"
+    have = "; ".join(map(str, meshes)) if meshes is not None else f"{cluster.world_size} ranks"
     raise PlanError(
         "no mesh has enough axes for what is asked of it",
         where="Search(tensor_modes=, sequence=)",
@@ -146,6 +151,11 @@ def _assignments(roles: Sequence[str], rest: str, sizes: Sequence[int]) -> Itera
     padded = (*roles, *[rest] * (len(sizes) - len(roles)))
     orders = dict.fromkeys(itertools.permutations(padded))
     return (o for o in orders if all(n > 1 or role == rest for n, role in zip(sizes, o, strict=True)))
+
+
+def _disorder(given: Sequence[str], rest: str, roles: Sequence[str]) -> tuple[int, ...]:
+    """Zeros where the axes have the roles in their order, behind axes without."""
+    return tuple(0 if role == rest else 1 + roles.index(role) for role in given)
 
 
 def _axis_names(roles: Sequence[str]) -> tuple[str, ...]:

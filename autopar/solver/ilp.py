@@ -69,7 +69,7 @@ def solve(
     modes, splits = search.modes()
     wanted: tuple[Form, ...] = ()
     if modes or splits:
-        wanted = forms(modes, splits, meshes if mesh or search.mesh else None, cluster.world_size)
+        wanted = forms(modes, splits, meshes if mesh or search.mesh else None, cluster)
         meshes = tuple(dict.fromkeys(form.mesh for form in wanted))
         for form in wanted:
             check_zero(form, search.zero)
