@@ -6,6 +6,7 @@
 
     megatron       the axis of 1d, on which whatever lies between its products splits the sequence
     ulysses, ring  one axis; "ring+ulysses" one each
+    none           nothing splits the sequence
 
 On the axes that are left weights are used whole where a tensor mode is asked for; else anything goes there.
 `autopar.modes` says what the modes are, `autopar.solver.restrict` what the roles allow.
@@ -131,7 +132,9 @@ def forms(
 def _wide_enough(roles: Sequence[str], meshes: Sequence[Mesh] | None, world_size: int) -> list[Mesh]:
     if meshes is not None:
         return [m for m in meshes if sum(n > 1 for n in m.sizes) >= len(roles)]
-    most = min(len(roles) + 1, _MOST_AXES)
+    if world_size == 1 and not roles:
+        return [Mesh((), ())]
+    most = min(max(len(roles) + 1, 2), _MOST_AXES)
     return [Mesh(("",) * len(s), s) for k in range(max(len(roles), 1), most + 1) for s in shapes(world_size, k)]
 
 

@@ -1,10 +1,10 @@
 """What the roles of a form allow each op to do: the filters of a search for one tensor mode or sequence split.
 
     role            products                                other ops
-    rows, depth     batch or sequence                       batch or sequence
+    rows, depth     batch, else sequence                    batch, else sequence
     columns         columns                                 features; attention: heads
     tensor          columns or contraction                  features, sequence or whole; attention: heads
-    turn (y, z)     columns on one, contraction on other    batch or sequence on one at most, features; attention: heads
+    turn (y, z)     columns on one, contraction on other    rows, as above, on one at most; features; attention: heads
     ulysses         sequence                                sequence; attention: heads
     ring            sequence                                sequence; attention: its ring algorithm
     other           weights whole                           anything
@@ -16,7 +16,7 @@ weights of products are stored as the mode says: split over rows, columns and tu
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasiblePlan, PlanError
@@ -31,7 +31,8 @@ from autopar.rules.meaning import BATCH, FEATURES, SEQUENCE, UNKNOWN, Meanings
 from autopar.solver.forms import COLUMNS, DEPTH, OTHER, RING, ROWS, TENSOR, TURN, ULYSSES, Form
 from autopar.solver.space import Space
 
-_WANTED, _TOLERATED, _REFUSED = 0, 1, 2
+_WANTED, _ELSE, _TOLERATED, _REFUSED = range(4)
+_Levels = tuple[list[Choice], ...]  # of one axis: choices that are wanted, that do as well, that are tolerated
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +57,19 @@ class Restriction:
 
     def store(self, space: Space) -> Space:
         """Keep the layouts in which the mode stores the weights of products, where there are such."""
-        split, whole = self.form.axes(ROWS, COLUMNS, TURN, TENSOR), self.form.axes(DEPTH)
+        as_used, whole = self.form.axes(COLUMNS, TURN, TENSOR), self.form.axes(DEPTH)
+        split = [*self.form.axes(ROWS), *as_used]
         weights = []
         for weight in space.weights:
             if any(use.op in self.full and use.position in _matrices(self, use.op) for use in weight.edge.uses):
                 stored = weight.stored
                 for axis in (*split, *whole):
-                    kept = tuple(layout for layout in stored if isinstance(layout[axis], S) == (axis in split))
+                    used = {layout[axis] for need in weight.needs for layout in need} if axis in as_used else None
+                    kept = tuple(
+                        layout
+                        for layout in stored
+                        if isinstance(layout[axis], S) == (axis in split) and (used is None or layout[axis] in used)
+                    )
                     stored = kept or stored
                 weight = replace(weight, stored=stored)
             weights.append(weight)
@@ -87,18 +94,16 @@ def restriction(form: Form, analysis: Analysis, folding: Folding, known: Meaning
     turning: set[str] = set()
     for op in ops:
         judged = [_judged(form, axis, op, analysis, known) for axis in range(len(form.roles))]
-        lacking = [a for a, (wanted, _) in enumerate(judged) if not wanted]
         if _is_attention(op, analysis, known):
-            _check_attention(form, op, lacking, known)
-        turns = not set(lacking) & set(form.axes(TURN)) and len(form.axes(TURN)) == 2
-        found = next(_ways(form, op, judged, lacking, turns, analysis, known), None)
+            _check_attention(form, op, [a for a, levels in enumerate(judged) if not levels[0] + levels[1]], known)
+        found = _strictest(form, op, judged, analysis, known)
         if found is None:  # not even whole: build says so
             allowed[op.name] = tuple(frozenset(_options(op, a, analysis)) for a in range(len(form.roles)))
             continue
-        allowed[op.name], relaxed, joint = found
+        allowed[op.name], tolerated, joint = found
         if joint:
             turning.add(op.name)
-        if not relaxed and weight_input(op, analysis) is not None:
+        if not tolerated and weight_input(op, analysis) is not None:
             full.add(op.name)
     if not full:
         raise _no_product(form, ops, analysis)
@@ -111,48 +116,42 @@ def _options(op: Operation, axis: int, analysis: Analysis) -> list[Choice]:
     return axis_choices(op.type, analysis.factor_points(op), analysis.axis_sizes[axis], quiet=False)
 
 
-def _judged(
-    form: Form, axis: int, op: Operation, analysis: Analysis, known: Meanings
-) -> tuple[list[Choice], list[Choice]]:
-    """(wanted, tolerated) choices of an op on one axis."""
-    out: tuple[list[Choice], list[Choice], list[Choice]] = ([], [], [])
+def _judged(form: Form, axis: int, op: Operation, analysis: Analysis, known: Meanings) -> _Levels:
+    """The choices of an op on one axis, by how they suit it; those that are refused left out."""
+    out: _Levels = ([], [], [], [])
     weight = weight_input(op, analysis)
     for choice in _options(op, axis, analysis):
+        if form.sequence == "none" and known.of(op, choice) == SEQUENCE:
+            continue
         if weight is not None:
             out[_of_product(form, form.roles[axis], role(op, weight, choice, known), choice)].append(choice)
         else:
             out[_of_other(form, form.roles[axis], op, choice, known, analysis)].append(choice)
-    return out[0], out[1]
+    return out[:_REFUSED]
 
 
-def _ways(
-    form: Form,
-    op: Operation,
-    judged: Sequence[tuple[list[Choice], list[Choice]]],
-    lacking: Sequence[int],
-    turns: bool,
-    analysis: Analysis,
-    known: Meanings,
-) -> Iterator[tuple[tuple[frozenset[Choice], ...], tuple[int, ...], bool]]:
-    """(allowed, relaxed axes, joint) from the strictest on that leave a strategy: with tolerated choices on few axes."""
-    axes = range(len(judged))
-    sizes = analysis.axis_sizes
-    for count in range(len(judged) + 1):
-        for relaxed in itertools.combinations(axes, count):
-            if not set(lacking) <= set(relaxed):
-                continue
-            allowed = tuple(
-                frozenset((*judged[a][0], *judged[a][1]) if a in relaxed else judged[a][0]) for a in axes
-            )
-            joint = turns and not set(relaxed) & set(form.axes(TURN))
-            every = strategies(
-                op.type, analysis.factor_points(op), sizes, keep=lambda c, a, kept=allowed: c in kept[a]
-            )
-            for s in every:
-                reached = (analysis.to_root(v, layout) for v, layout in zip(op.inputs, s.ins, strict=True))
-                if (not joint or _turns(form, op, s, analysis, known)) and all(r is not None for r in reached):
-                    yield allowed, relaxed, joint
-                    break
+def _strictest(
+    form: Form, op: Operation, judged: Sequence[_Levels], analysis: Analysis, known: Meanings
+) -> tuple[tuple[frozenset[Choice], ...], bool, bool] | None:
+    """(allowed, whether a choice is only tolerated, whether `_turns` holds): the strictest that leaves a strategy."""
+    turning = set(form.axes(TURN))
+    for levels in sorted(
+        itertools.product(range(_REFUSED), repeat=len(judged)), key=lambda ls: (ls.count(_TOLERATED), sum(ls), ls)
+    ):
+        allowed = tuple(frozenset(itertools.chain(*of[: k + 1])) for of, k in zip(judged, levels, strict=True))
+        if not all(allowed) or any(k and not of[k] for of, k in zip(judged, levels, strict=True)):
+            continue
+        joint = bool(turning) and all(levels[a] < _TOLERATED for a in turning)
+        for s in strategies(
+            op.type,
+            analysis.factor_points(op),
+            analysis.axis_sizes,
+            keep=lambda c, a, kept=allowed: c in kept[a],  # type: ignore[misc]
+        ):
+            reached = all(analysis.to_root(v, to) is not None for v, to in zip(op.inputs, s.ins, strict=True))
+            if reached and (not joint or _turns(form, op, s, analysis, known)):
+                return allowed, _TOLERATED in levels, joint
+    return None
 
 
 # ------------------------------------------------------------------------------------------------ what is wanted
@@ -162,10 +161,11 @@ def _of_product(form: Form, wanted: str, taken: str, choice: Choice) -> int:
     """How a product's choice, which takes the role ``taken``, suits an axis."""
     streamed = choice.kind == STREAM
     asked = not form.operands or streamed == (form.operands == "streamed")
-    if wanted == ROWS:
-        fits, near = taken in (BATCH, SEQUENCE) and asked, taken in (BATCH, SEQUENCE)
-    elif wanted == DEPTH:
-        fits, near = taken in (BATCH, SEQUENCE) and not streamed, False
+    if wanted in (ROWS, DEPTH):
+        near = taken in (BATCH, SEQUENCE) and not (streamed and wanted == DEPTH)
+        fits = near and (asked or wanted == DEPTH)
+        if fits and taken == SEQUENCE:
+            return _ELSE
     elif wanted == COLUMNS:
         fits, near = taken == BY_COLUMNS and asked, taken == BY_COLUMNS
     elif wanted == TENSOR:
@@ -190,6 +190,8 @@ def _of_other(form: Form, wanted: str, op: Operation, choice: Choice, known: Mea
     whole = choice.kind in (I, R, P)
     rows = meaning in (BATCH, SEQUENCE)
     features = is_heads(op, choice, known) if mixes else meaning == FEATURES
+    if meaning == SEQUENCE and wanted in (ROWS, DEPTH, TURN):
+        return _ELSE
     if wanted in (ROWS, DEPTH):
         fits = rows
     elif wanted == COLUMNS:
@@ -222,7 +224,7 @@ def _beside_1d(
     if form.sequence == "megatron":
         reduces = any(f in op.rule.whole | op.rule.sums for f in known.has(op, FEATURES))
         return by_sequence or (features and (not reduces or choice.kind == "vocabulary"))
-    return features or whole or (by_sequence and form.sequence != "none")
+    return features or whole or by_sequence
 
 
 def _turns(form: Form, op: Operation, strategy: Strategy, analysis: Analysis, known: Meanings) -> bool:
