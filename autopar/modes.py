@@ -162,11 +162,15 @@ class _Axis:
 
 @dataclass(slots=True)
 class _Seen:
-    """axes: by position.  turns: work of products that take columns on one of two axes and the contraction on the other."""
+    """axes: by position.  turns: work of products that take columns on one of two axes and the contraction on the other.
+
+    total: work of products.  given: of it by products of the batch itself, which every rank is given whole.
+    """
 
     axes: list[_Axis]
     turns: Counter[tuple[int, int]] = field(default_factory=Counter)
     total: int = 0
+    given: int = 0
 
 
 def _look(plan: Plan, analysis: Analysis, choices: Mapping[str, tuple[str, ...]], known: Meanings) -> _Seen:
@@ -192,9 +196,13 @@ def _look(plan: Plan, analysis: Analysis, choices: Mapping[str, tuple[str, ...]]
             elif PER_EXPERT not in roles:
                 axis.work[taken] += flops
                 axis.streamed += flops * (choice.kind == STREAM)
-                x = next(i for i in range(len(op.inputs)) if i != weight)
-                stored = made.get(analysis.root(op.inputs[x]), ("",) * len(parsed))[a] == FEATURES
-                axis.spread += flops * (taken == COLUMNS and (stored or choice.kind == STREAM))
+        if weight is not None and PER_EXPERT not in roles:
+            x = next(i for i in range(len(op.inputs)) if i != weight)
+            source = analysis.root(op.inputs[x])
+            seen.given += flops * (source not in made)
+            stored = made.get(source, ("",) * len(parsed))
+            for axis, choice, taken, split in zip(seen.axes, parsed, roles, stored, strict=True):
+                axis.spread += flops * (taken == COLUMNS and (split == FEATURES or choice.kind == STREAM))
         for y, z in itertools.combinations(range(len(roles)), 2):
             seen.turns[y, z] += flops * ({roles[y], roles[z]} == {COLUMNS, CONTRACTION})
     return seen
@@ -217,8 +225,9 @@ def _joint(seen: _Seen, stages: list[int]) -> dict[tuple[int, ...], str]:
     for (y, z), work in seen.turns.items():
         if work > most:
             return {tuple(sorted((x, y, z))): f"{TENSOR_3D} ({_operands(seen, x, y, z)})"}
+    told = seen.total - seen.given  # how the batch would be stored is not the plan's to say
     for y, axis in enumerate(seen.axes):
-        if axis.spread > most:
+        if axis.spread > _MOST * told if told else axis.work[COLUMNS] > most:
             plain = f"({_operands(seen, x, y)})"
             if whole:
                 return {tuple(sorted((whole[0], x, y))): f"{TENSOR_25D} {plain}"}
