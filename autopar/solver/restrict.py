@@ -64,13 +64,9 @@ class Restriction:
             if any(use.op in self.full and use.position in _matrices(self, use.op) for use in weight.edge.uses):
                 stored = weight.stored
                 for axis in (*split, *whole):
-                    used = {layout[axis] for need in weight.needs for layout in need} if axis in as_used else None
-                    kept = tuple(
-                        layout
-                        for layout in stored
-                        if isinstance(layout[axis], S) == (axis in split) and (used is None or layout[axis] in used)
-                    )
-                    stored = kept or stored
+                    alike = tuple(s for s in stored if isinstance(s[axis], S) == (axis in split)) or stored
+                    used = {layout[axis] for need in weight.needs for layout in need}
+                    stored = tuple(s for s in alike if axis in as_used and s[axis] in used) or alike
                 weight = replace(weight, stored=stored)
             weights.append(weight)
         return replace(space, weights=tuple(weights))
