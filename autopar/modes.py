@@ -73,16 +73,16 @@ def modes(plan: Plan, bound: Bound) -> dict[str, tuple[str, ...]]:
     return {axis: named[axis] for axis in plan.mesh}
 
 
-def describe(plan: Plan, bound: Bound) -> str:
+def describe(plan: Plan, bound: Bound, known: Meanings | None = None) -> str:
     """``dp: data parallel, ZeRO-1; tp: tensor 1D, sequence split``, ``d: data parallel; x, y: tensor 2D (streamed)``."""
-    return "; ".join(f"{', '.join(axes)}: {', '.join(names)}" for axes, names in groups(plan, bound))
+    return "; ".join(f"{', '.join(axes)}: {', '.join(names)}" for axes, names in groups(plan, bound, known))
 
 
-def groups(plan: Plan, bound: Bound) -> tuple[Group, ...]:
-    """Axes that act together and their names, in the order of the mesh."""
+def groups(plan: Plan, bound: Bound, known: Meanings | None = None) -> tuple[Group, ...]:
+    """Axes that act together and their names, in the order of the mesh; ``known``: the program's, if they are at hand."""
     analysis = contract(bound, plan.device_mesh.sizes)
     expanded = expand(plan, bound, analysis)
-    seen = _look(plan, analysis, expanded.choices, meanings(bound))
+    seen = _look(plan, analysis, expanded.choices, known or meanings(bound))
     stages = [_zero(a, plan, analysis, expanded.parameters) for a in range(len(plan.axes))]
     joint = _joint(seen, stages)
     names: dict[tuple[int, ...], list[str]] = {axes: [name] for axes, name in joint.items()}
@@ -91,7 +91,7 @@ def groups(plan: Plan, bound: Bound) -> tuple[Group, ...]:
     for axes, said in names.items():
         of = [seen.axes[a] for a in axes]
         experts = sum((axis.experts for axis in of), Counter[str]())
-        if experts:
+        if sum(experts.values()):
             said += [EXPERTS, EXCHANGE] if experts[EXCHANGE_KIND] > _MOST * sum(experts.values()) else [EXPERTS]
         if any(axis.vocabulary for axis in of):
             said.append(VOCABULARY)

@@ -91,7 +91,10 @@ def _start(value: Value) -> tuple[Segments, ...]:
 
 
 def _says_something(segments: Segments) -> bool:
-    return any(meaning for meaning, _ in segments)
+    for meaning, _ in segments:  # a loop: it runs for every dimension of every value
+        if meaning:
+            return True
+    return False
 
 
 def _factors(op: Operation, tensors: Iterable[tuple[Dims, Sequence[Segments]]]) -> dict[str, Segments]:
@@ -108,6 +111,8 @@ def _factors(op: Operation, tensors: Iterable[tuple[Dims, Sequence[Segments]]]) 
 
 def _apart(segments: Segments, sizes: Sequence[int]) -> list[Segments]:
     """One dimension's segments by the factors of these sizes; all of its first meaning where boundaries differ."""
+    if len(sizes) == 1:
+        return [segments]
     rest, out = list(segments), []
     for size in sizes:
         part: list[tuple[str, int]] = []
