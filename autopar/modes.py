@@ -2,26 +2,27 @@
 
 Every product of activations and a weight, ``... k, n k -> ... n``, takes one role on each axis of the mesh:
 
-    batch, sequence   a part of the rows; the weight is used whole ("split b0"), or as S(k), streamed ("stream b0 with k")
-    columns           a part of n; the input is used whole ("split n"), or as S(k), streamed ("stream n with k")
-    contraction       a part of k; the output is a pending sum ("split k")
-    experts           a part of a factor that input, weight and output all have
-    whole             no part at all
+    role              choice                          of n, k and the rows
+    batch, sequence   split b0, stream b0 with k      a part of the rows; the weight whole, or S(k), streamed
+    columns           split n, stream n with k        a part of n; the input whole, or S(k), streamed
+    contraction       split k                         a part of k; the output is a pending sum
+    experts           split e                         a part of what input, weight and output all have
+    whole             I, R, P                         no part
 
 and more than half of the arithmetic of products must follow a pattern for it to give its name:
 
-    name                    axes   pattern
-    data parallel           d      batch; ZeRO-1 to 3 where weights are stored split over d, by where they are gathered
-    tensor 1D               t      columns and contraction, not as below; "sequence split" with it (Megatron): ops between
-                                   products split the sequence
-    tensor 2D               x y    x: batch or sequence, weights stored split over x
-                                   y: columns, inputs stored split over y along their features, or streamed
-    tensor 2.5D             d x y  2D, and d: batch or sequence again, weights stored whole over d
-    tensor 3D               x y z  x: as of 2D; y and z: columns on one and contraction on the other
-    sequence split          s      sequence; "Ulysses" with it: attention splits heads; "ring attention": by its algorithm
-    expert parallel         e      the experts of a mixture; "token exchange" with it: tokens travel to their experts
-    vocabulary split        v      the algorithm of an embedding or a loss
-    replicated              r      whole
+    name              axes    pattern
+    data parallel     d       batch; ZeRO-1 to 3: weights stored split over d, by when they are gathered
+    tensor 1D         t       columns and contraction, not as below; with "sequence split" (Megatron): ops between
+                              products split the sequence
+    tensor 2D         x y     x: batch or sequence, weights stored split over x
+                              y: columns, inputs stored split over y along their features, or streamed
+    tensor 2.5D       d x y   2D, and d: batch or sequence again, weights stored whole over d
+    tensor 3D         x y z   x: as of 2D; y and z: columns on one and contraction on the other
+    sequence split    s       sequence; with "Ulysses": attention splits heads; with "ring attention": by its ring
+    expert parallel   e       the experts of a mixture; with "token exchange": tokens travel to their experts
+    vocabulary split  v       the algorithm of an embedding or a loss
+    replicated        r       whole
 
 2D, 2.5D and 3D say in brackets whether operands are gathered or streamed.  Data parallelism with weights stored split
 (ZeRO) over x and columns on y is 2D exactly where activations too are stored split over y.
@@ -59,7 +60,12 @@ VOCABULARY = "vocabulary split"
 REPLICATED = "replicated"
 MIXED = "mixed"
 
-COLUMNS, CONTRACTION, PER_EXPERT, WHOLE = "columns", "contraction", "experts", "whole"  # BATCH and SEQUENCE are roles too
+COLUMNS, CONTRACTION, PER_EXPERT, WHOLE = (
+    "columns",
+    "contraction",
+    "experts",
+    "whole",
+)  # BATCH and SEQUENCE are roles too
 STREAM, RING_KIND, EXCHANGE_KIND = "stream", "ring", "exchange"  # kinds of choice
 EXPERTS_OP = "autopar.experts"
 _MOST = 0.5  # part of the arithmetic that must follow a pattern for it to give its name
@@ -74,12 +80,12 @@ def modes(plan: Plan, bound: Bound) -> dict[str, tuple[str, ...]]:
 
 
 def describe(plan: Plan, bound: Bound, known: Meanings | None = None) -> str:
-    """``dp: data parallel, ZeRO-1; tp: tensor 1D, sequence split``, ``d: data parallel; x, y: tensor 2D (streamed)``."""
+    """``dp: data parallel; tp: tensor 1D, sequence split``, ``d: data parallel; x, y: tensor 2D (streamed)``."""
     return "; ".join(f"{', '.join(axes)}: {', '.join(names)}" for axes, names in groups(plan, bound, known))
 
 
 def groups(plan: Plan, bound: Bound, known: Meanings | None = None) -> tuple[Group, ...]:
-    """Axes that act together and their names, in the order of the mesh; ``known``: the program's, if they are at hand."""
+    """Axes that act together and their names, in the order of the mesh.  known: of the program, if they are at hand."""
     analysis = contract(bound, plan.device_mesh.sizes)
     expanded = expand(plan, bound, analysis)
     seen = _look(plan, analysis, expanded.choices, known or meanings(bound))
@@ -162,7 +168,7 @@ class _Axis:
 
 @dataclass(slots=True)
 class _Seen:
-    """axes: by position.  turns: work of products that take columns on one of two axes and the contraction on the other.
+    """axes: by position.  turns: work of products that split columns over one of two axes, and contract over the other.
 
     total: work of products.  given: of it by products of the batch itself, which every rank is given whole.
     """

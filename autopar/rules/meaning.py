@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from autopar.program import is_continuous
 from autopar.rules.analysis import Bound, Operation, Value
@@ -91,10 +92,7 @@ def _start(value: Value) -> tuple[Segments, ...]:
 
 
 def _says_something(segments: Segments) -> bool:
-    for meaning, _ in segments:  # a loop: it runs for every dimension of every value
-        if meaning:
-            return True
-    return False
+    return any(map(itemgetter(0), segments))
 
 
 def _factors(op: Operation, tensors: Iterable[tuple[Dims, Sequence[Segments]]]) -> dict[str, Segments]:

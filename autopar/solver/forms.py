@@ -36,7 +36,9 @@ _TENSOR_MODES = {
 _OPERANDS = ("gathered", "streamed")  # of 2d, 2.5d and 3d: "2d streamed"
 _SEQUENCE = {"none": (), "megatron": (), "ulysses": (ULYSSES,), "ring": (RING,), "ring+ulysses": (RING, ULYSSES)}
 TENSOR_MODES = tuple(
-    name for mode, roles in _TENSOR_MODES.items() for name in (mode, *(f"{mode} {o}" for o in _OPERANDS if len(roles) > 1))
+    name
+    for mode, roles in _TENSOR_MODES.items()
+    for name in (mode, *(f"{mode} {o}" for o in _OPERANDS if len(roles) > 1))
 )
 SEQUENCE_SPLITS = tuple(_SEQUENCE)
 _NAMES = {ROWS: "x", COLUMNS: "y", DEPTH: "d", TENSOR: "tp", ULYSSES: "sp", RING: "cp", OTHER: "dp", FREE: "dp"}
@@ -77,9 +79,13 @@ def as_names(value: str | Sequence[str] | None, known: Sequence[str], option: st
     names = () if value is None else (value,) if isinstance(value, str) else tuple(value)
     for name in names:
         if name not in known:
-            raise PlanError(f"no such value of {option}", where=f"Search({option}=)", expected=", ".join(known), got=name)
+            raise PlanError(
+                f"no such value of {option}", where=f"Search({option}=)", expected=", ".join(known), got=name
+            )
     if value is not None and not names:
-        raise PlanError(f"no value of {option} is left", where=f"Search({option}=)", expected=", ".join(known), got="()")
+        raise PlanError(
+            f"no value of {option} is left", where=f"Search({option}=)", expected=", ".join(known), got="()"
+        )
     return names
 
 
@@ -165,5 +171,3 @@ def _axis_names(roles: Sequence[str]) -> tuple[str, ...]:
     turns = iter("yz")
     names = [next(turns) if role == TURN else _NAMES[role] for role in roles]
     return tuple(n if names.count(n) == 1 else f"{n}{names[:k].count(n) + 1}" for k, n in enumerate(names))
-
-

@@ -311,7 +311,9 @@ def _check_sequence(made: Restriction, ops: Sequence[Operation]) -> None:
     form, known = made.form, made.known
     for split in (RING, ULYSSES):
         if split in form.roles and not any(_is_attention(op, made.analysis, known) for op in ops):
-            raise _refused(form, expected="attention over a sequence", got="a model without it", hint="Search(sequence=None)")
+            raise _refused(
+                form, expected="attention over a sequence", got="a model without it", hint="Search(sequence=None)"
+            )
     if form.sequence == "megatron":
         (axis,) = form.axes(TENSOR)
         if not any(known.of(op, c) == SEQUENCE for op in ops for c in made.allowed[op.name][axis]):

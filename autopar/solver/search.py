@@ -36,10 +36,10 @@ class Search:
 
     tensor_modes: "1d", "2d", "2.5d", "3d", the last three also with " gathered" or " streamed" (either, if it is left
     out), or "none", for weights that are used whole everywhere.  sequence: "megatron" (with 1d), "ulysses", "ring",
-    "ring+ulysses" (on two axes), or "none", which splits no sequence anywhere.  Of several, one is chosen.  Axes that are no part of them are left to the solver; beside a tensor mode weights are used
-    whole there, as in data parallelism.  Every product with a weight runs in the mode as far as its sizes allow; where
-    none can, or attention has fewer heads than ranks, the mode is refused with the numbers.  `autopar.modes` defines
-    what the names mean.
+    "ring+ulysses" (on two axes), or "none", which splits no sequence anywhere.  Of several, one is chosen.  Axes that
+    are no part of them are left to the solver; beside a tensor mode weights are used whole there, as in data
+    parallelism.  Every product with a weight runs in the mode as far as its sizes allow; where none can, or attention
+    has fewer heads than ranks, the mode is refused with the numbers.  `autopar.modes` defines what the names mean.
 
     The other options are refused until they are implemented.
     """

@@ -17,8 +17,6 @@ from autopar.solver.model import formulate
 from autopar.solver.space import Space
 from autopar.solver.stage import Task, candidate
 
-_MIB = 2**20
-
 
 def why(task: Task, plan: Plan, build: Callable[[Form], Space], known: Meanings) -> str | None:
     """``why tensor 2D (gathered)?  tensor 1D over all 8 ranks takes 1.9 times as long, 412 against 217 ms, ...``.
@@ -56,16 +54,19 @@ def _relaxed(task: Task, mode: str, build: Callable[[Form], Space]) -> Plan | No
 def _sentence(task: Task, plan: Plan, said: str, other: Plan, known: Meanings) -> str:
     a, b = other.predicted, plan.predicted
     kinds = ", ".join(n for _, of in groups(other, task.bound, known) for n in of)
-    faster = a.step_time < b.step_time and a.peak_memory <= task.limit
-    text = f"why {said}?  {'on this mesh nothing is faster; ' if faster else ''}{kinds} over all {task.cluster.world_size} ranks"
-    over = a.peak_memory - task.limit
-    if over > 0:
-        text += f" does not fit by {over / 2**30:.3g} GiB, and"
-    text += f" takes {a.step_time / b.step_time:.3g} times as long, {a.step_time * 1e3:.3g} against {b.step_time * 1e3:.3g} ms"
-    text += f": it sends {a.comm_bytes / _MIB:.3g} against {b.comm_bytes / _MIB:.3g} MiB per rank"
+    ranks, over = task.cluster.world_size, a.peak_memory - task.limit
+    fastest = "on this mesh nothing is faster; " if a.step_time < b.step_time and over <= 0 else ""
+    text = f"why {said}?  {fastest}{kinds} over all {ranks} ranks"
+    text += f" does not fit by {over / 2**30:.3g} GiB, and" if over > 0 else ""
+    text += f" takes {a.step_time / b.step_time:.3g} times as long, {_against(a.step_time, b.step_time, 1e3)} ms"
+    text += f": it sends {_against(a.comm_bytes, b.comm_bytes, 1 / 2**20)} MiB per rank"
     parts = [
-        f"{key} {a.breakdown.get(key, 0.0) * 1e3:.3g} against {b.breakdown.get(key, 0.0) * 1e3:.3g} ms"
+        f"{key} {_against(a.breakdown.get(key, 0.0), b.breakdown.get(key, 0.0), 1e3)} ms"
         for key in ("activations", "weights", "inside ops")
         if a.breakdown.get(key) or b.breakdown.get(key)
     ]
     return text + (f" ({', '.join(parts)})" if parts else "")
+
+
+def _against(a: float, b: float, unit: float) -> str:
+    return f"{a * unit:.3g} against {b * unit:.3g}"
