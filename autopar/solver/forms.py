@@ -109,7 +109,7 @@ def forms(
         rest = OTHER if mode else FREE
         fitting = _wide_enough(roles, meshes, cluster.world_size)
         if not fitting:
-            lacking.append(f"{Form(base, operands, split, Mesh((), ()), ()).title}: {len(roles)}")
+            lacking.append(f"{Form(base, operands, split, Mesh((), ()), ()).title} needs {len(roles)}")
         ways = [(mesh, given) for mesh in fitting for given in _assignments(roles, rest, mesh.sizes)]
         for mesh, given in sorted(ways, key=lambda way: (len(way[1]), _disorder(way[1], rest, roles))):
             named = mesh if meshes is not None else Mesh(_axis_names(given), mesh.sizes)
@@ -129,7 +129,7 @@ def forms(
     raise PlanError(
         "no mesh has enough axes for what is asked of it",
         where="Search(tensor_modes=, sequence=)",
-        expected=f"axes of two ranks or more, as many as in: {', '.join(lacking)}",
+        expected=f"axes of two ranks or more: {', '.join(lacking)}",
         got=have,
         hint=f"a number of ranks with more factors, or Search(mesh=...) of up to {_MOST_AXES} axes",
     )
