@@ -1,7 +1,7 @@
 """Tensor modes and sequence splits that a user asks for, as roles of the mesh's axes.
 
     1d      one axis    tensor                2.5d    three axes  depth, rows, columns
-    2d      two axes    rows, columns         3d      three axes  turn, turn, rows
+    2d      two axes    rows, columns         3d      three axes  rows, turn, turn
     none    no axis     weights whole
 
     megatron       the axis of 1d, on which whatever lies between its products splits the sequence
@@ -30,7 +30,7 @@ _TENSOR_MODES = {
     "1d": (TENSOR,),
     "2d": (ROWS, COLUMNS),
     "2.5d": (DEPTH, ROWS, COLUMNS),
-    "3d": (TURN, TURN, ROWS),  # weights are cut for rows inside the contraction, and stored in the order of axes
+    "3d": (ROWS, TURN, TURN),  # rows of x are cut outside those of an axis that turns, which is gathered alone
     "none": (),
 }
 _OPERANDS = ("gathered", "streamed")  # of 2d, 2.5d and 3d: "2d streamed"

@@ -106,7 +106,7 @@ def solve(
         def keep(op: Operation, strategy: Strategy) -> bool:
             return made.keep(op, strategy) and keeps(analysis, pins, op, strategy)
 
-        space = prepare(task, form.mesh, analysis, keep, made.keep_choice)
+        space = prepare(task, form.mesh, analysis, keep, made.keep_choice, inside=True)
         return restrict(made.store(space), pins)
 
     if wanted:

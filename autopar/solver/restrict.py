@@ -4,7 +4,7 @@
     rows, depth     batch, else sequence                    batch, else sequence
     columns         columns                                 features; attention: heads
     tensor          columns or contraction                  features, sequence or whole; attention: heads
-    turn (y, z)     columns on one, contraction on other    rows, as above, on one at most; features; attention: heads
+    turn (y, z)     columns on one, contraction on other    rows, as above, on one; features, or heads, on the other
     ulysses         sequence                                sequence; attention: heads
     ring            sequence                                sequence; attention: its ring algorithm
     other           weights whole                           anything
@@ -39,7 +39,7 @@ _Levels = tuple[list[Choice], ...]  # of one axis: choices that are wanted, that
 class Restriction:
     """allowed: the choices of each representative op, by axis.  full: the products that follow every role.
 
-    turning: the ops of which one axis of those that turn splits rows at most.
+    turning: ops that must turn (`_turns`), and whether exactly.
     """
 
     form: Form
@@ -47,13 +47,14 @@ class Restriction:
     known: Meanings
     allowed: dict[str, tuple[frozenset[Choice], ...]]
     full: frozenset[str]
-    turning: frozenset[str]
+    turning: dict[str, bool]
 
     def keep_choice(self, op: Operation, choice: Choice, axis: int) -> bool:
         return choice in self.allowed[op.name][axis]
 
     def keep(self, op: Operation, strategy: Strategy) -> bool:
-        return op.name not in self.turning or _turns(self.form, op, strategy, self.analysis, self.known)
+        exactly = self.turning.get(op.name)
+        return exactly is None or _turns(self.form, op, strategy, self.analysis, self.known, exactly=exactly)
 
     def store(self, space: Space) -> Space:
         """Keep the layouts in which the mode stores the weights of products, where there are such."""
@@ -87,7 +88,7 @@ def restriction(form: Form, analysis: Analysis, folding: Folding, known: Meaning
     ops = [op for op in analysis.operations if folding.ops[op.name] == op.name]
     allowed: dict[str, tuple[frozenset[Choice], ...]] = {}
     full: set[str] = set()
-    turning: set[str] = set()
+    turning: dict[str, bool] = {}
     for op in ops:
         judged = [_judged(form, axis, op, analysis, known) for axis in range(len(form.roles))]
         if _is_attention(op, analysis, known):
@@ -96,14 +97,14 @@ def restriction(form: Form, analysis: Analysis, folding: Folding, known: Meaning
         if found is None:  # not even whole: build says so
             allowed[op.name] = tuple(frozenset(_options(op, a, analysis)) for a in range(len(form.roles)))
             continue
-        allowed[op.name], tolerated, joint = found
-        if joint:
-            turning.add(op.name)
+        allowed[op.name], tolerated, exactly = found
+        if exactly is not None:
+            turning[op.name] = exactly
         if not tolerated and weight_input(op, analysis) is not None:
             full.add(op.name)
     if not full:
         raise _no_product(form, ops, analysis)
-    made = Restriction(form, analysis, known, allowed, frozenset(full), frozenset(turning))
+    made = Restriction(form, analysis, known, allowed, frozenset(full), turning)
     _check_sequence(made, ops)
     return made
 
@@ -128,8 +129,8 @@ def _judged(form: Form, axis: int, op: Operation, analysis: Analysis, known: Mea
 
 def _strictest(
     form: Form, op: Operation, judged: Sequence[_Levels], analysis: Analysis, known: Meanings
-) -> tuple[tuple[frozenset[Choice], ...], bool, bool] | None:
-    """(allowed, whether a choice is only tolerated, whether `_turns` holds): the strictest that leaves a strategy."""
+) -> tuple[tuple[frozenset[Choice], ...], bool, bool | None] | None:
+    """(allowed, whether a choice is only tolerated, whether it turns exactly): the strictest that leaves a strategy."""
     turning = set(form.axes(TURN))
     for levels in sorted(
         itertools.product(range(_REFUSED), repeat=len(judged)), key=lambda ls: (ls.count(_TOLERATED), sum(ls), ls)
@@ -137,16 +138,22 @@ def _strictest(
         allowed = tuple(frozenset(itertools.chain(*of[: k + 1])) for of, k in zip(judged, levels, strict=True))
         if not all(allowed) or any(k and not of[k] for of, k in zip(judged, levels, strict=True)):
             continue
-        joint = bool(turning) and all(levels[a] < _TOLERATED for a in turning)
-        for s in strategies(
-            op.type,
-            analysis.factor_points(op),
-            analysis.axis_sizes,
-            keep=lambda c, a, kept=allowed: c in kept[a],  # type: ignore[misc]
-        ):
-            reached = all(analysis.to_root(v, to) is not None for v, to in zip(op.inputs, s.ins, strict=True))
-            if reached and (not joint or _turns(form, op, s, analysis, known)):
-                return allowed, _TOLERATED in levels, joint
+        turns: list[bool | None] = [None]
+        if turning and all(levels[a] < _TOLERATED for a in turning):
+            turns = [False] if form.operands == "streamed" else [True, False]  # streamed operands split features twice
+        legal = [
+            s
+            for s in strategies(
+                op.type,
+                analysis.factor_points(op),
+                analysis.axis_sizes,
+                keep=lambda c, a, kept=allowed: c in kept[a],  # type: ignore[misc]
+            )
+            if all(analysis.to_root(v, to) is not None for v, to in zip(op.inputs, s.ins, strict=True))
+        ]
+        for exactly in turns:
+            if any(exactly is None or _turns(form, op, s, analysis, known, exactly=exactly) for s in legal):
+                return allowed, _TOLERATED in levels, exactly
     return None
 
 
@@ -211,26 +218,35 @@ def _beside_1d(
 ) -> bool:
     """Whether a choice is wanted around products in 1D.
 
-    Attention splits its heads.  Under Megatron's sequence split nothing else runs whole, and what sums over features or
-    needs all of them splits the sequence.
+    Attention splits its heads.  What sums over features or needs all of them, as a norm does, runs whole or splits the
+    sequence; under Megatron's sequence split nothing runs whole.
     """
     if known.mixes_sequence(op):
         return features or (whole and not _is_attention(op, analysis, known))
-    by_sequence = known.of(op, choice) == SEQUENCE
-    if form.sequence == "megatron":
-        reduces = any(f in op.rule.whole | op.rule.sums for f in known.has(op, FEATURES))
-        return by_sequence or (features and (not reduces or choice.kind == "vocabulary"))
-    return features or whole or by_sequence
+    if features:
+        return choice.kind == "vocabulary" or not _reduces(op, known)
+    return known.of(op, choice) == SEQUENCE or (whole and form.sequence != "megatron")
 
 
-def _turns(form: Form, op: Operation, strategy: Strategy, analysis: Analysis, known: Meanings) -> bool:
-    """Whether of the two axes that turn a product's take different roles, and another op's do not both split rows."""
+def _reduces(op: Operation, known: Meanings) -> bool:
+    """Whether an op sums over features, or needs all of them: a dimension of them alone may not be split freely."""
+    alone = {names[0] for dims in op.rule.ins for names in dims if len(names) == 1}
+    return any(f in alone for f in known.has(op, FEATURES) if f in op.rule.whole | op.rule.sums)
+
+
+def _turns(
+    form: Form, op: Operation, strategy: Strategy, analysis: Analysis, known: Meanings, *, exactly: bool
+) -> bool:
+    """Whether the two axes that turn take different roles of a product; of another op only one splits rows.
+
+    exactly: the other then splits features; else both may.
+    """
     y, z = (strategy.choices[a] for a in form.axes(TURN))
     weight = weight_input(op, analysis)
     if weight is not None:
         return {role(op, weight, c, known) for c in (y, z)} == {BY_COLUMNS, CONTRACTION}
     rows = [known.of(op, c) in (BATCH, SEQUENCE) for c in (y, z)]
-    return not all(rows) or not known.has(op, FEATURES)
+    return not known.has(op, FEATURES) or (sum(rows) == 1 if exactly else not all(rows))
 
 
 def _is_attention(op: Operation, analysis: Analysis, known: Meanings) -> bool:
