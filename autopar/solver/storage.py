@@ -63,8 +63,8 @@ def storage_states(shape: Shape, used: Iterable[Layout], sizes: Sequence[int], *
             if is_valid(shape, tuple(layout), sizes) and storable(shape, tuple(layout), sizes):
                 out.append(tuple(layout))
     if inside:
-        for layout in dict.fromkeys(used):
-            out += _within(shape, layout, sizes)
+        for use in dict.fromkeys(used):
+            out += _within(shape, use, sizes)
     return out
 
 
