@@ -192,7 +192,7 @@ def two_depths() -> list[Bound]:
 def test_a_layer_sends_what_theory_says(
     two_depths: list[Bound], mesh: dict[str, int], search: dict[str, Any], elements: float
 ) -> None:
-    """Per rank, forward and backward: the closed forms of the papers, and what norms and biases add, 1 % at most here."""
+    """Per rank, forward and backward: the closed forms of the papers, and up to 1 % by norms and biases."""
     ranks = torch.Size(mesh.values()).numel()
     machines = ClusterSpec(nodes=1, devices_per_node=ranks, device="A100", intra_node_latency=0.0)
     two, three = (solve(b, machines, search=Search(mesh=mesh, **search), gap=0.0) for b in two_depths)
