@@ -33,7 +33,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from autopar.layout import S, parse_layout
@@ -89,8 +89,14 @@ def groups(plan: Plan, bound: Bound, known: Meanings | None = None) -> tuple[Gro
     analysis = contract(bound, plan.device_mesh.sizes)
     expanded = expand(plan, bound, analysis)
     seen = _look(plan, analysis, expanded.choices, known or meanings(bound))
-    stages = [_zero(a, plan, analysis, expanded.parameters) for a in range(len(plan.axes))]
-    joint = _joint(seen, stages)
+    matrices = {node for node in bound.program.parameters if len(bound.values[node].shape) > 1}
+    products = [(op, weight_input(op, analysis)) for op in analysis.operations]
+    weights = {analysis.root(op.inputs[w]) for op, w in products if w is not None}
+    stages, stored = (
+        [_zero(a, plan, analysis, expanded.parameters, nodes) for a in range(len(plan.axes))]
+        for nodes in (matrices, weights)
+    )
+    joint = _joint(seen, stored)
     names: dict[tuple[int, ...], list[str]] = {axes: [name] for axes, name in joint.items()}
     taken = set(itertools.chain(*joint))
     names |= {(a,): _alone(axis, stages[a]) for a, axis in enumerate(seen.axes) if a not in taken}
@@ -261,13 +267,15 @@ def _alone(axis: _Axis, stage: int) -> list[str]:
     return [REPLICATED if axis.work[WHOLE] > _MOST * total else MIXED]
 
 
-def _zero(a: int, plan: Plan, analysis: Analysis, parameters: Mapping[str, ParameterDecision]) -> int:
-    """The stage of ZeRO of most of the elements of weight matrices on an axis on which they are used whole."""
+def _zero(
+    a: int, plan: Plan, analysis: Analysis, parameters: Mapping[str, ParameterDecision], nodes: Collection[str]
+) -> int:
+    """The stage of ZeRO of most of the elements of ``nodes`` on an axis on which they are used whole."""
     sizes: Counter[int] = Counter()
     axes = tuple(plan.mesh)
     for node, parameter in analysis.program.parameters.items():
         decision = parameters.get(parameter.name)
-        if decision is None or len(parameter.shape) < 2:
+        if decision is None or node not in nodes:
             continue
         shape = analysis.values[node].shape
         stored, held, accumulated = (
