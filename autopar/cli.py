@@ -70,6 +70,13 @@ def plan_command(
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the plan is written.")] = Path("plan.json"),
     mesh: Annotated[str, typer.Option(help="Pin the mesh, slow link first: dp=4,tp=2.")] = "",
     zero: Annotated[int | None, typer.Option(help="Pin how weights are stored, as ZeRO's stage.", min=0, max=3)] = None,
+    tensor_modes: Annotated[
+        str,
+        typer.Option(help="Tensor mode: 1d, 2d, 2.5d, 3d, none, or '2d streamed'; of several, by commas, the best."),
+    ] = "",
+    sequence: Annotated[
+        str, typer.Option(help="Sequence split: megatron, ulysses, ring, ring+ulysses, none; of several the best.")
+    ] = "",
     memory_limit: Annotated[str, typer.Option(help="Bytes per device, such as 60GiB.")] = "",
     time_limit: Annotated[float, typer.Option(help="Seconds for the solver.", min=0.0)] = 60.0,
     precision: Annotated[str, typer.Option(help="fp32, bf16, fp16 or fp64.")] = "fp32",
@@ -91,7 +98,12 @@ def plan_command(
 
         where = parse_cluster(cluster)
         limit = parse_bytes(memory_limit) if memory_limit else None
-        search = Search(mesh=parse_mesh(mesh) if mesh else None, zero=zero)
+        search = Search(
+            mesh=parse_mesh(mesh) if mesh else None,
+            tensor_modes=parse_names(tensor_modes),
+            sequence=parse_names(sequence),
+            zero=zero,
+        )
         if not output.absolute().parent.is_dir():
             raise PlanError("the plan cannot be written", where=output, expected="a folder that is there")
         with _stdout_kept_clean(), progress_line() as progress:
@@ -269,6 +281,11 @@ def parse_mesh(text: str) -> dict[str, int]:
             )
         mesh[match[1]] = int(match[2])
     return mesh
+
+
+def parse_names(text: str) -> tuple[str, ...] | None:
+    """``1d, 2d streamed`` -> ("1d", "2d streamed"); None for nothing."""
+    return tuple(word.strip() for word in text.split(",")) if text else None
 
 
 _UNITS = (

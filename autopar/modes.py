@@ -1,85 +1,120 @@
-"""Names for what a plan does: data parallel, ZeRO-1 to 3, tensor 1D, sequence split.
+"""Names for what a plan does, recognised from its choices.  The solver knows none of them.
 
-The solver knows none of them; a pattern of choices on an axis is recognised afterwards, to explain a plan.
+Every product of activations and a weight, ``... k, n k -> ... n``, takes one role on each axis of the mesh:
+
+    role              choice                          of n, k and the rows
+    batch, sequence   split b0, stream b0 with k      a part of the rows; the weight whole, or S(k), streamed
+    columns           split n, stream n with k        a part of n; the input whole, or S(k), streamed
+    contraction       split k                         a part of k; the output is a pending sum
+    experts           split e                         a part of what input, weight and output all have
+    whole             I, R, P                         no part
+
+and more than half of the arithmetic of products must follow a pattern for it to give its name:
+
+    name              axes    pattern
+    data parallel     d       batch; ZeRO-1 to 3: weights stored split over d, by when they are gathered
+    tensor 1D         t       columns and contraction, not as below; with "sequence split" (Megatron): ops between
+                              products split the sequence
+    tensor 2D         x y     x: batch or sequence, weights stored split over x
+                              y: columns, inputs stored split over y along their features, or streamed
+    tensor 2.5D       d x y   2D, and d: batch or sequence again, weights stored whole over d
+    tensor 3D         x y z   x: as of 2D; y and z: columns on one and contraction on the other
+    sequence split    s       sequence; with "Ulysses": attention splits heads; with "ring attention": by its ring
+    expert parallel   e       the experts of a mixture; with "token exchange": tokens travel to their experts
+    vocabulary split  v       the algorithm of an embedding or a loss
+    replicated        r       whole
+
+2D, 2.5D and 3D say in brackets whether operands are gathered or streamed.  Data parallelism with weights stored split
+(ZeRO) over x and columns on y is 2D exactly where activations too are stored split over y.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 from autopar.layout import S, parse_layout
 from autopar.passes.fold import expand
 from autopar.plan import ParameterDecision, Plan
+from autopar.program import target_name
 from autopar.rules.analysis import Analysis, Bound, Operation, contract
 from autopar.rules.derive import Choice, parse_choice
+from autopar.rules.meaning import BATCH, FEATURES, SEQUENCE, Meanings, meanings
 from autopar.rules.notation import Dims
 
 DATA_PARALLEL = "data parallel"
 TENSOR_1D = "tensor 1D"
-SEQUENCE = "sequence split"
+TENSOR_2D = "tensor 2D"
+TENSOR_25D = "tensor 2.5D"
+TENSOR_3D = "tensor 3D"
+SEQUENCE_SPLIT = "sequence split"
+ULYSSES = "Ulysses"
+RING = "ring attention"
+STRIPED = "balanced order"
+EXPERTS = "expert parallel"
+EXCHANGE = "token exchange"
 VOCABULARY = "vocabulary split"
 REPLICATED = "replicated"
 MIXED = "mixed"
 
-_BATCH, _ROWS, _COLUMN, _ROW, _WHOLE = "batch", "rows", "column", "row", "whole"
+COLUMNS, CONTRACTION, PER_EXPERT, WHOLE = (
+    "columns",
+    "contraction",
+    "experts",
+    "whole",
+)  # BATCH and SEQUENCE are roles too
+STREAM, RING_KIND, EXCHANGE_KIND = "stream", "ring", "exchange"  # kinds of choice
+EXPERTS_OP = "autopar.experts"
 _MOST = 0.5  # part of the arithmetic that must follow a pattern for it to give its name
+
+Group = tuple[tuple[str, ...], tuple[str, ...]]  # axes, names
 
 
 def modes(plan: Plan, bound: Bound) -> dict[str, tuple[str, ...]]:
-    """The names that fit each axis of the plan's mesh, the main one first."""
+    """The names that fit each axis of the plan's mesh, the main one first; axes that act together have the same."""
+    named = {axis: names for axes, names in groups(plan, bound) for axis in axes}
+    return {axis: named[axis] for axis in plan.mesh}
+
+
+def describe(plan: Plan, bound: Bound, known: Meanings | None = None) -> str:
+    """``dp: data parallel; tp: tensor 1D, sequence split``, ``d: data parallel; x, y: tensor 2D (streamed)``."""
+    return "; ".join(f"{', '.join(axes)}: {', '.join(names)}" for axes, names in groups(plan, bound, known))
+
+
+def groups(plan: Plan, bound: Bound, known: Meanings | None = None) -> tuple[Group, ...]:
+    """Axes that act together and their names, in the order of the mesh.  known: of the program, if they are at hand."""
     analysis = contract(bound, plan.device_mesh.sizes)
     expanded = expand(plan, bound, analysis)
-    return {
-        axis: _axis(a, axis, plan, analysis, expanded.choices, expanded.parameters) for a, axis in enumerate(plan.mesh)
-    }
+    seen = _look(plan, analysis, expanded.choices, known or meanings(bound))
+    matrices = {node for node in bound.program.parameters if len(bound.values[node].shape) > 1}
+    products = [(op, weight_input(op, analysis)) for op in analysis.operations]
+    weights = {analysis.root(op.inputs[w]) for op, w in products if w is not None}
+    stages, stored = (
+        [_zero(a, plan, analysis, expanded.parameters, nodes) for a in range(len(plan.axes))]
+        for nodes in (matrices, weights)
+    )
+    joint = _joint(seen, stored)
+    names: dict[tuple[int, ...], list[str]] = {axes: [name] for axes, name in joint.items()}
+    taken = set(itertools.chain(*joint))
+    names |= {(a,): _alone(axis, stages[a]) for a, axis in enumerate(seen.axes) if a not in taken}
+    for axes, said in names.items():
+        of = [seen.axes[a] for a in axes]
+        experts = sum((axis.experts for axis in of), Counter[str]())
+        if sum(experts.values()):
+            said += [EXPERTS, EXCHANGE] if experts[EXCHANGE_KIND] > _MOST * sum(experts.values()) else [EXPERTS]
+        if any(axis.vocabulary for axis in of):
+            said.append(VOCABULARY)
+    axis_names = tuple(plan.mesh)
+    return tuple((tuple(axis_names[a] for a in axes), tuple(names[axes])) for axes in sorted(names))
 
 
-def describe(plan: Plan, bound: Bound) -> str:
-    """``dp: data parallel, ZeRO-1; tp: tensor 1D, sequence split``."""
-    return "; ".join(f"{axis}: {', '.join(names)}" for axis, names in modes(plan, bound).items())
+# ------------------------------------------------------------------------------------------------ roles
 
 
-def _axis(
-    a: int,
-    axis: str,
-    plan: Plan,
-    analysis: Analysis,
-    choices: Mapping[str, tuple[str, ...]],
-    parameters: Mapping[str, ParameterDecision],
-) -> tuple[str, ...]:
-    work: Counter[str] = Counter()
-    sequence = vocabulary = 0
-    for op in analysis.operations:
-        choice = parse_choice(choices[op.name][a], op.rule)
-        weight = _weight_input(op, analysis)
-        if choice.kind == "vocabulary":
-            vocabulary += 1
-        elif weight is None:
-            sequence += _dimension(op.rule.outs[0], choice) == 1 and len(op.rule.outs[0]) == 3
-        if weight is not None:
-            flops = sum(c * math.prod(op.rule.sizes[f] for f in factors) for c, factors in op.rule.flops)
-            work[_role(op, weight, choice)] += int(flops)
-    total = sum(work.values()) or 1
-    names: list[str] = []
-    if work[_BATCH] > _MOST * total:
-        names.append(DATA_PARALLEL)
-        stage = _zero(a, plan, analysis, parameters)
-        names += [f"ZeRO-{stage}"] if stage else []
-    elif work[_COLUMN] + work[_ROW] > _MOST * total and work[_COLUMN] and work[_ROW]:
-        names.append(TENSOR_1D)
-        names += [SEQUENCE] if sequence else []
-    elif work[_ROWS] > _MOST * total:
-        names.append(SEQUENCE)
-    elif work[_WHOLE] > _MOST * total:
-        names.append(REPLICATED)
-    else:
-        names.append(MIXED)
-    return (*names, VOCABULARY) if vocabulary else tuple(names)
-
-
-def _weight_input(op: Operation, analysis: Analysis) -> int | None:
+def weight_input(op: Operation, analysis: Analysis) -> int | None:
     """The position of the weight matrix of a contraction; None for other ops."""
     if not op.rule.flops or not op.rule.sums:
         return None
@@ -90,25 +125,157 @@ def _weight_input(op: Operation, analysis: Analysis) -> int | None:
     return None
 
 
-def _dimension(dims: Dims, choice: Choice) -> int | None:
-    return next((d for d, names in enumerate(dims) if choice.factor in names), None)
-
-
-def _role(op: Operation, weight: int, choice: Choice) -> str:
+def role(op: Operation, weight: int, choice: Choice, known: Meanings) -> str:
+    """The role that a product's choice takes on an axis; ``weight``: the weight's position."""
     if not choice.factor:
-        return _WHOLE
-    if _dimension(op.rule.ins[weight], choice) is not None:
-        return _COLUMN if _dimension(op.rule.outs[0], choice) is not None else _ROW
-    return _BATCH if _dimension(op.rule.outs[0], choice) == 0 else _ROWS
+        return WHOLE
+    in_weight, in_out = _has(op.rule.ins[weight], choice.factor), _has(op.rule.outs[0], choice.factor)
+    in_other = any(_has(dims, choice.factor) for i, dims in enumerate(op.rule.ins) if i != weight and len(dims) > 1)
+    if in_weight:
+        return CONTRACTION if not in_out else PER_EXPERT if in_other else COLUMNS
+    if known.of(op, choice) in (BATCH, SEQUENCE):
+        return known.of(op, choice)
+    return BATCH if op.rule.outs[0] and choice.factor in op.rule.outs[0][0] else SEQUENCE
 
 
-def _zero(a: int, plan: Plan, analysis: Analysis, parameters: Mapping[str, ParameterDecision]) -> int:
-    """The stage of ZeRO of most of the elements of weight matrices on an axis on which they are used whole."""
+def is_heads(op: Operation, choice: Choice, known: Meanings) -> bool:
+    """Whether attention splits its heads: features that its first operand and its output have."""
+    both = _has(op.rule.ins[0], choice.factor) and _has(op.rule.outs[0], choice.factor)
+    return both and known.of(op, choice) == FEATURES
+
+
+def _has(dims: Dims, factor: str) -> bool:
+    return any(factor in names for names in dims)
+
+
+# ------------------------------------------------------------------------------------------------ what a plan does
+
+
+@dataclass(slots=True)
+class _Axis:
+    """What ops do on one axis, in units of arithmetic.
+
+    work: of products by role.  streamed: of it by algorithms that stream.  spread: columns whose input is stored split
+    along its features.  attention: of ops that mix positions.  sequence, vocabulary: numbers of ops.
+    """
+
+    work: Counter[str] = field(default_factory=Counter)
+    streamed: int = 0
+    spread: int = 0
+    attention: Counter[str] = field(default_factory=Counter)
+    experts: Counter[str] = field(default_factory=Counter)
+    sequence: int = 0
+    vocabulary: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.work[BATCH] + self.work[SEQUENCE]
+
+
+@dataclass(slots=True)
+class _Seen:
+    """axes: by position.  turns: work of products that split columns over one of two axes, and contract over the other.
+
+    total: work of products.  given: of it by products of the batch itself, which every rank is given whole.
+    """
+
+    axes: list[_Axis]
+    turns: Counter[tuple[int, int]] = field(default_factory=Counter)
+    total: int = 0
+    given: int = 0
+
+
+def _look(plan: Plan, analysis: Analysis, choices: Mapping[str, tuple[str, ...]], known: Meanings) -> _Seen:
+    seen = _Seen([_Axis() for _ in plan.axes])
+    made: dict[str, tuple[str, ...]] = {}  # what the choices of a value's producer split, by value
+    for op in analysis.operations:
+        parsed = [parse_choice(text, op.rule) for text in choices[op.name]]
+        made |= dict.fromkeys(op.outputs, tuple(known.of(op, c) for c in parsed))
+        weight = weight_input(op, analysis)
+        flops = int(sum(c * math.prod(op.rule.sizes[f] for f in factors) for c, factors in op.rule.flops))
+        roles = [WHOLE if weight is None else role(op, weight, c, known) for c in parsed]
+        seen.total += flops if weight is not None and PER_EXPERT not in roles else 0
+        for a, (axis, choice, taken) in enumerate(zip(seen.axes, parsed, roles, strict=True)):
+            axis.vocabulary += choice.kind == "vocabulary"
+            if target_name(op.node) == EXPERTS_OP:
+                axis.experts[choice.kind] += flops if choice.factor == "e" or choice.kind == EXCHANGE_KIND else 0
+            elif weight is None:
+                axis.sequence += known.of(op, choice) == SEQUENCE and len(op.rule.outs[0]) == 3
+                if known.mixes_sequence(op):
+                    axis.attention[_attention(op, choice, known, plan.axes[a][1])] += flops
+            elif taken == PER_EXPERT:
+                axis.experts[choice.kind] += flops
+            elif PER_EXPERT not in roles:
+                axis.work[taken] += flops
+                axis.streamed += flops * (choice.kind == STREAM)
+        if weight is not None and PER_EXPERT not in roles:
+            x = next(i for i in range(len(op.inputs)) if i != weight)
+            source = analysis.root(op.inputs[x])
+            seen.given += flops * (source not in made)
+            stored = made.get(source, ("",) * len(parsed))
+            for axis, choice, taken, split in zip(seen.axes, parsed, roles, stored, strict=True):
+                axis.spread += flops * (taken == COLUMNS and (split == FEATURES or choice.kind == STREAM))
+        for y, z in itertools.combinations(range(len(roles)), 2):
+            seen.turns[y, z] += flops * ({roles[y], roles[z]} == {COLUMNS, CONTRACTION})
+    return seen
+
+
+def _attention(op: Operation, choice: Choice, known: Meanings, ranks: int) -> str:
+    if choice.kind == RING_KIND:
+        return STRIPED if choice.cut.m > 1 and choice.cut.N * choice.cut.u == ranks else RING
+    return ULYSSES if is_heads(op, choice, known) else ""
+
+
+def _joint(seen: _Seen, stages: list[int]) -> dict[tuple[int, ...], str]:
+    """Groups of axes that make one tensor mode, with its name; no axis is in two."""
+    most = _MOST * seen.total
+    rows = [a for a, axis in enumerate(seen.axes) if axis.rows > most]
+    split = sorted((a for a in rows if stages[a]), key=lambda a: (seen.axes[a].streamed <= most, -a))
+    if not split or not seen.total:
+        return {}
+    x, whole = split[0], [a for a in rows if not stages[a]]
+    for (y, z), work in seen.turns.items():
+        if work > most:
+            return {tuple(sorted((x, y, z))): f"{TENSOR_3D} ({_operands(seen, x, y, z)})"}
+    told = seen.total - seen.given  # how the batch would be stored is not the plan's to say
+    for y, axis in enumerate(seen.axes):
+        if axis.spread > _MOST * told if told else axis.work[COLUMNS] > most:
+            plain = f"({_operands(seen, x, y)})"
+            if whole:
+                return {tuple(sorted((whole[0], x, y))): f"{TENSOR_25D} {plain}"}
+            return {tuple(sorted((x, y))): f"{TENSOR_2D} {plain}"}
+    return {}
+
+
+def _operands(seen: _Seen, x: int, *others: int) -> str:
+    """How most operands come together: those used by rows on x, those used by columns on the other axes."""
+    parts = (seen.axes[x].streamed, sum(seen.axes[a].streamed for a in others))
+    streamed = [part > _MOST * seen.total for part in parts]
+    return "streamed" if all(streamed) else "partly streamed" if any(parts) else "gathered"
+
+
+def _alone(axis: _Axis, stage: int) -> list[str]:
+    """The names of an axis that acts on its own."""
+    total = sum(axis.work.values()) or 1
+    if axis.work[BATCH] > _MOST * total:
+        return [DATA_PARALLEL, *([f"ZeRO-{stage}"] if stage else [])]
+    if axis.work[COLUMNS] + axis.work[CONTRACTION] > _MOST * total:
+        return [TENSOR_1D, *([SEQUENCE_SPLIT] if axis.sequence else [])]
+    if axis.work[SEQUENCE] > _MOST * total:
+        found = max(sorted(axis.attention), key=lambda kind: axis.attention[kind], default="")
+        return [SEQUENCE_SPLIT, *{ULYSSES: [ULYSSES], RING: [RING], STRIPED: [RING, STRIPED]}.get(found, [])]
+    return [REPLICATED if axis.work[WHOLE] > _MOST * total else MIXED]
+
+
+def _zero(
+    a: int, plan: Plan, analysis: Analysis, parameters: Mapping[str, ParameterDecision], nodes: Collection[str]
+) -> int:
+    """The stage of ZeRO of most of the elements of ``nodes`` on an axis on which they are used whole."""
     sizes: Counter[int] = Counter()
     axes = tuple(plan.mesh)
     for node, parameter in analysis.program.parameters.items():
         decision = parameters.get(parameter.name)
-        if decision is None or len(parameter.shape) < 2:
+        if decision is None or node not in nodes:
             continue
         shape = analysis.values[node].shape
         stored, held, accumulated = (

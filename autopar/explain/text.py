@@ -225,7 +225,7 @@ def _steps(moves: Iterable[str], axis: str) -> list[tuple[str, str]]:
 def _notes(plan: Plan) -> list[str]:
     """Under a heading, where the notes do not say themselves what they are."""
     notes = [note for note in plan.notes if not note.startswith(KINDS)]
-    headed = not all(note.startswith("why not") for note in notes)
+    headed = not all(note.startswith("why") for note in notes)
     indent = "  " if headed else ""
     lines = ["why not otherwise"] if headed else []
     for note in notes:

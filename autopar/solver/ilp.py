@@ -16,12 +16,18 @@ from autopar.layout import Mesh
 from autopar.modes import describe
 from autopar.passes.fold import Folding, fold
 from autopar.plan import Plan
-from autopar.rules.analysis import Bound, contract
+from autopar.rules.analysis import Bound, Operation, contract
+from autopar.rules.derive import Strategy
+from autopar.rules.meaning import Meanings, meanings
+from autopar.solver.forced import search_forms
+from autopar.solver.forms import Form, forms
 from autopar.solver.pins import Pinned, keeps, read_pins, restrict
 from autopar.solver.report import table
+from autopar.solver.restrict import check_zero, restriction
 from autopar.solver.search import Search, search_meshes
 from autopar.solver.space import KeepChoice, Space, every_choice, every_strategy
 from autopar.solver.stage import Task, figures, fingerprints, limit_of, prepare, solve_stage
+from autopar.solver.why import why
 
 
 def solve(
@@ -61,6 +67,13 @@ def solve(
             expected=str(cluster.world_size),
             got=f"{mesh.size} ({mesh})",
         )
+    modes, splits = search.modes()
+    wanted: tuple[Form, ...] = ()
+    if modes or splits:
+        wanted = forms(modes, splits, meshes if mesh or search.mesh else None, cluster)
+        meshes = tuple(dict.fromkeys(form.mesh for form in wanted))
+        for form in wanted:
+            check_zero(form, search.zero)
     pinned = {m: read_pins(bound, m, pins or {}) for m in meshes}
     task = Task(
         bound,
@@ -79,25 +92,42 @@ def solve(
     )
 
     def build(mesh: Mesh, keep_choice: KeepChoice | None = None) -> Space:
-        wanted = pinned[mesh]
+        pins = pinned[mesh]
         analysis = contract(bound, mesh.sizes)
-        keep = partial(keeps, analysis, wanted) if wanted else every_strategy
-        return restrict(prepare(task, mesh, analysis, keep, keep_choice or every_choice), wanted)
+        keep = partial(keeps, analysis, pins) if pins else every_strategy
+        return restrict(prepare(task, mesh, analysis, keep, keep_choice or every_choice), pins)
 
+    known = meanings(bound)
+
+    def build_form(form: Form) -> Space:
+        pins, analysis = pinned.get(form.mesh, {}), contract(bound, form.mesh.sizes)
+        made = restriction(form, analysis, task.folding, known)
+
+        def keep(op: Operation, strategy: Strategy) -> bool:
+            return made.keep(op, strategy) and keeps(analysis, pins, op, strategy)
+
+        space = prepare(task, form.mesh, analysis, keep, made.keep_choice, inside=True)
+        return restrict(made.store(space), pins)
+
+    if wanted:
+        return _annotated(search_forms(task, wanted, build_form, started), task, known)
     if len(meshes) > 1:
-        return _annotated(search_meshes(task, meshes, build, started), task)
-    plan = solve_stage(task, build(meshes[0]), started)
-    assert isinstance(plan, Plan)  # there is no cutoff
-    return _annotated(plan, task)
+        plan = search_meshes(task, meshes, build, started)
+    else:
+        found = solve_stage(task, build(meshes[0]), started)
+        assert isinstance(found, Plan)  # there is no cutoff
+        plan = found
+    reason = None if pins or not plan.axes else why(task, plan, build_form, known)
+    return _annotated(plan, task, known, *([reason] if reason else []))
 
 
-def _annotated(plan: Plan, task: Task) -> Plan:
-    """With the rows of `explain`'s table, and the names of what the plan does."""
+def _annotated(plan: Plan, task: Task, known: Meanings, *notes: str) -> Plan:
+    """With the rows of `explain`'s table, the names of what the plan does, and ``notes``."""
     sizes = plan.device_mesh.sizes
     analysis = contract(task.bound, sizes)
     rows = table(plan, analysis, task.folding, figures(task, sizes))
-    kinds = f"kinds: {describe(plan, task.bound)}"
-    return msgspec.structs.replace(plan, table=rows, notes=(kinds, *plan.notes))
+    kinds = f"kinds: {describe(plan, task.bound, known)}"
+    return msgspec.structs.replace(plan, table=rows, notes=(kinds, *notes, *plan.notes))
 
 
 def _folding(bound: Bound, pinned: Mapping[Mesh, Pinned]) -> Folding:

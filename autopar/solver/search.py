@@ -15,6 +15,7 @@ from autopar.layout import Mesh
 from autopar.plan import Plan, Solver
 from autopar.rules.analysis import Operation, contract
 from autopar.rules.derive import Choice
+from autopar.solver.forms import SEQUENCE_SPLITS, TENSOR_MODES, as_names, shapes
 from autopar.solver.model import lower_bound
 from autopar.solver.report import why_not
 from autopar.solver.space import KeepChoice, Space
@@ -31,14 +32,23 @@ class Search:
     """What to search: one value pins it, several bound it, None leaves it to the solver.
 
     mesh: {"dp": 4, "tp": 2}, names free, slow link first; or several of them.  zero: 0 to 3, what becomes of weights on
-    the axes on which they are used whole.  The other options are refused until they are implemented.
+    the axes on which they are used whole.
+
+    tensor_modes: "1d", "2d", "2.5d", "3d", the last three also with " gathered" or " streamed" (either, if it is left
+    out), or "none", for weights that are used whole everywhere.  sequence: "megatron" (with 1d), "ulysses", "ring",
+    "ring+ulysses" (on two axes), or "none", which splits no sequence anywhere.  Of several, one is chosen.  Axes that
+    are no part of them are left to the solver; beside a tensor mode weights are used whole there, as in data
+    parallelism.  Every product with a weight runs in the mode as far as its sizes allow; where none can, or attention
+    has fewer heads than ranks, the mode is refused with the numbers.  `autopar.modes` defines what the names mean.
+
+    The other options are refused until they are implemented.
     """
 
     mesh: Mapping[str, int] | Sequence[Mapping[str, int]] | None = None
     pp: int | Sequence[int] | None = None
     microbatches: int | Sequence[int] | None = None
     schedule: str | Sequence[str] | None = None
-    tensor_modes: Sequence[str] | None = None
+    tensor_modes: str | Sequence[str] | None = None
     sequence: str | Sequence[str] | None = None
     zero: int | None = None
     recompute: str | Sequence[str] | None = None
@@ -47,7 +57,7 @@ class Search:
         """Raise PlanError for an option that is not implemented, or a value out of range."""
         for option in fields(self):
             value = getattr(self, option.name)
-            if option.name in ("mesh", "zero") or value is None:
+            if option.name in ("mesh", "zero", "tensor_modes", "sequence") or value is None:
                 continue
             if option.name in ("pp", "microbatches") and value == 1:
                 continue
@@ -56,6 +66,14 @@ class Search:
             raise PlanError(
                 "no such stage of ZeRO", where="Search(zero=)", expected="0, 1, 2 or 3", got=repr(self.zero)
             )
+        self.modes()
+
+    def modes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Tensor modes and sequence splits that are asked for.  Raises PlanError for a name that is not known."""
+        return (
+            as_names(self.tensor_modes, TENSOR_MODES, "tensor_modes"),
+            as_names(self.sequence, SEQUENCE_SPLITS, "sequence"),
+        )
 
     def meshes(self, world_size: int) -> tuple[Mesh, ...]:
         """The meshes to consider.  Raises PlanError for one that does not fill the cluster."""
@@ -80,18 +98,8 @@ def factorisations(world_size: int, most: int = _MAX_AXES) -> Iterator[Mesh]:
         yield Mesh((), ())
         return
 
-    def ways(rest: int, axes: int) -> Iterator[tuple[int, ...]]:
-        if axes == 1:
-            yield (rest,)
-            return
-        for n in range(2, rest // 2 + 1):
-            if rest % n == 0:
-                yield from ((n, *more) for more in ways(rest // n, axes - 1))
-
     for axes in range(1, most + 1):
-        for sizes in ways(world_size, axes):
-            if min(sizes) > 1:
-                yield Mesh(_NAMES[axes], sizes)
+        yield from (Mesh(_NAMES[axes], sizes) for sizes in shapes(world_size, axes))
 
 
 Build = Callable[[Mesh, KeepChoice | None], Space]

@@ -95,8 +95,11 @@ def build(
     keep_choice: KeepChoice = every_choice,
     *,
     all_storage: bool = False,
+    inside: bool = False,
 ) -> Space:
     """Enumerate.  The filters restrict strategies; ``all_storage``: every weight may be split, however small.
+
+    inside: weights may be stored split within the cuts they are used in, whatever the order of axes.
 
     Raises PlanError where an op is left without a strategy.
     """
@@ -150,7 +153,7 @@ def build(
         )
         if value.kind == "parameter":
             small = not all_storage and _elements(edge, analysis) < _SMALL_WEIGHT * trained
-            weights.append(_weight(edge, value, needs, analysis, prices, small=small))
+            weights.append(_weight(edge, value, needs, analysis, prices, small=small, inside=inside))
             continue
         producer = producers.get(edge.representative)
         made = None if producer is None else tuple(s.outs[producer[1]] for s in chosen[producer[0]])
@@ -195,10 +198,11 @@ def _weight(
     prices: Prices,
     *,
     small: bool,
+    inside: bool,
 ) -> Weight:
     sizes = prices.sizes
     ends = [full_states(n) for need in needs for n in need]
-    kept = [] if small else storage_states(value.shape, ends, sizes)
+    kept = [] if small else storage_states(value.shape, ends, sizes, inside=inside)
     states = states_per_axis([(I,) * len(sizes), *ends, *kept], len(sizes))
     forward = lattice(
         value.shape,

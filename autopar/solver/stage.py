@@ -88,11 +88,17 @@ def figures(task: Task, sizes: Sequence[int]) -> Prices:
 
 
 def prepare(
-    task: Task, mesh: Mesh, analysis: Analysis, keep: Keep = every_strategy, keep_choice: KeepChoice = every_choice
+    task: Task,
+    mesh: Mesh,
+    analysis: Analysis,
+    keep: Keep = every_strategy,
+    keep_choice: KeepChoice = every_choice,
+    *,
+    inside: bool = False,
 ) -> Space:
-    """Enumerate and price what can be chosen on ``mesh``."""
-    known = figures(task, mesh.sizes)
-    return build(analysis, task.folding, mesh, known, keep, keep_choice, all_storage=task.zero is not None)
+    """Enumerate and price what can be chosen on ``mesh``; ``inside`` as `build` has it."""
+    known, every = figures(task, mesh.sizes), task.zero is not None
+    return build(analysis, task.folding, mesh, known, keep, keep_choice, all_storage=every, inside=inside)
 
 
 def candidate(task: Task, space: Space, name: str, decisions: Decisions) -> Candidate:

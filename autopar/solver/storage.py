@@ -39,10 +39,11 @@ def is_plain(layout: Layout, sizes: Sequence[int]) -> bool:
     return all(split_factor(layout, a, sizes) == 1 for a, state in enumerate(layout) if isinstance(state, S))
 
 
-def storage_states(shape: Shape, used: Iterable[Layout], sizes: Sequence[int]) -> list[Layout]:
+def storage_states(shape: Shape, used: Iterable[Layout], sizes: Sequence[int], *, inside: bool = False) -> list[Layout]:
     """Layouts to store a weight of ``shape`` in, beside those it is used in: any axis on any dimension.
 
-    Cuts that do not divide are offered only for a weight that no cut of that axis divides.
+    Cuts that do not divide are offered only for a weight that no cut of that axis divides.  inside: any one axis on
+    which a use is whole also within the cuts of that use, whatever the order of axes.
     """
     even = [any(d % n == 0 for d in shape) for n in sizes]
     out: list[Layout] = []
@@ -61,4 +62,23 @@ def storage_states(shape: Shape, used: Iterable[Layout], sizes: Sequence[int]) -
         else:
             if is_valid(shape, tuple(layout), sizes) and storable(shape, tuple(layout), sizes):
                 out.append(tuple(layout))
+    if inside:
+        for use in dict.fromkeys(used):
+            out += _within(shape, use, sizes)
+    return out
+
+
+def _within(shape: Shape, used: Layout, sizes: Sequence[int]) -> list[Layout]:
+    """``used`` with one more axis, which cuts what the others leave of a dimension."""
+    out = []
+    for axis, n in enumerate(sizes):
+        for dim, size in enumerate(shape):
+            taken = max(
+                (s.m * m for s, m in zip(used, sizes, strict=True) if isinstance(s, S) and s.dim == dim), default=1
+            )
+            if isinstance(used[axis], S) or size % (taken * n):
+                continue
+            layout = (*used[:axis], S(dim, taken, size // taken, 1), *used[axis + 1 :])
+            if is_valid(shape, layout, sizes) and storable(shape, layout, sizes):
+                out.append(layout)
     return out

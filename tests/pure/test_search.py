@@ -38,8 +38,6 @@ def test_factorisations_are_all_and_ordered() -> None:
         {"pp": 2},
         {"microbatches": 4},
         {"schedule": "1f1b"},
-        {"tensor_modes": ("2d",)},
-        {"sequence": "ring"},
         {"recompute": "full"},
     ],
 )

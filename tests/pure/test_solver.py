@@ -21,7 +21,7 @@ from autopar.capture import capture
 from autopar.cluster import ClusterSpec
 from autopar.errors import InfeasiblePlan, PlanError
 from autopar.layout import Mesh
-from autopar.modes import DATA_PARALLEL, SEQUENCE, TENSOR_1D, modes
+from autopar.modes import DATA_PARALLEL, SEQUENCE_SPLIT, TENSOR_1D, modes
 from autopar.passes.fold import fold
 from autopar.passes.normalize import normalize
 from autopar.plan import Plan
@@ -272,7 +272,7 @@ def test_megatron_1d_wins_where_a_reduce_scatter_is_slow(wide: Bound) -> None:
     machines = cluster(memory_bandwidth=1e13, launch_overhead=0.0, peak_flops=1e12, intra_node_latency=0.0)
     found, _ = names(wide, machines)
     assert found[0] == TENSOR_1D
-    assert SEQUENCE not in found
+    assert SEQUENCE_SPLIT not in found
 
 
 def test_megatron_with_sequence_wins_where_norms_and_dropouts_count(wide: Bound) -> None:
@@ -284,7 +284,7 @@ def test_megatron_with_sequence_wins_where_norms_and_dropouts_count(wide: Bound)
         intra_node_bandwidth=1e9,
     )
     found, plan = names(wide, machines, optimizer="sgd")
-    assert found[:2] == (TENSOR_1D, SEQUENCE)
+    assert found[:2] == (TENSOR_1D, SEQUENCE_SPLIT)
     choices = {d.name: d.choices[0] for d in plan.ops}
     assert choices["layer_norm"] == "split b1"
 
