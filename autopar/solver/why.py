@@ -17,7 +17,6 @@ from autopar.solver.model import formulate
 from autopar.solver.space import Space
 from autopar.solver.stage import Task, candidate
 
-
 _FELT = 0.005  # of the step: less is not worth a word
 
 
