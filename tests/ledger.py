@@ -1,4 +1,4 @@
-"""The byte ledger: what a step really sends, counted at torch's collectives, and what emission lists; and what it holds.
+"""The byte ledger: what a step really sends, counted at torch's collectives, what emission lists, and what is held.
 
 plan = decided(bound, (2, 2), {"linear": ("stream b0 with k", "stream n with k")}, {"line.weight": "x:S1 y:S0"})
 sent(case, bound, plan)     # Bytes(forward={"x": 4608, "y": 2304}, backward={...}), of all ranks together
