@@ -1,13 +1,15 @@
-"""The byte ledger: what a step really sends, counted at torch's collectives, and what emission lists.
+"""The byte ledger: what a step really sends, counted at torch's collectives, what emission lists, and what is held.
 
 plan = decided(bound, (2, 2), {"linear": ("stream b0 with k", "stream n with k")}, {"line.weight": "x:S1 y:S0"})
 sent(case, bound, plan)     # Bytes(forward={"x": 4608, "y": 2304}, backward={...}), of all ranks together
 listed(bound, plan)         # the same, from what the emitter and the plan say
+held(case, bound, plan)     # [Held(weights=432, saved=5504), ...], of every rank
 """
 
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +17,8 @@ from unittest import mock
 
 from equality import forced
 from models import Case
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from autopar import api
 from autopar.layout import I, Layout, Mesh, Move, Shape, conversion, default_path, dual, format_layout, forward_layout
@@ -25,6 +29,7 @@ from autopar.passes.resolve import Resolved, resolve
 from autopar.plan import ParameterDecision, Plan, format_move
 from autopar.rules.analysis import Analysis, Bound
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.parameters import Gradients
 from autopar.solver import sample as sampling
 from autopar.testing import run_local
 from autopar.verify.traffic import undone_bytes
@@ -83,6 +88,37 @@ def listed(bound: Bound, plan: Plan) -> Bytes:
 def _bytes(resolved: Resolved, at: tuple[int, ...], name: str, move: Move) -> float:
     nbytes = undone_bytes(resolved, at, name, move)
     return conversion(move.layout[move.axis], move.target, resolved.mesh.sizes[move.axis], nbytes).forward_bytes
+
+
+class Held(NamedTuple):
+    """Elements of float64 on a rank: of weights, and of what autograd keeps beside them, every storage once."""
+
+    weights: int
+    saved: int
+
+
+def held(case: Case, bound: Bound, plan: Plan) -> list[Held]:
+    """What every rank holds when a forward pass is over."""
+    here, pack = threading.local(), Gradients.pack
+
+    def keep(self: Gradients, x: Tensor) -> Any:
+        packed = pack(self, x)
+        if isinstance(packed, Tensor):
+            here.saved[packed.untyped_storage()._cdata] = packed.untyped_storage().nbytes()
+        return packed
+
+    def job(rank: int) -> Held:
+        module: ParallelModule = api.build(case.model, bound, plan)
+        weights = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
+        here.saved = {}
+        loss = module.loss(case.batch)
+        own = {w.untyped_storage()._cdata for w in weights}
+        saved = sum(n for storage, n in here.saved.items() if storage not in own)
+        assert loss.requires_grad  # and so everything that was kept still lives: no storage has come twice
+        return Held(sum(w.numel() for w in weights), saved // 8)
+
+    with mock.patch.object(Gradients, "pack", keep):
+        return run_local(job, plan.world_size)
 
 
 # ------------------------------------------------------------------------------------------------ plans

@@ -130,7 +130,7 @@ def prepared() -> Callable[[str], Prepared]:
         ("batched", (2, 2), ("exchange s with e", "split s at 2,35,1")),
         pytest.param("batched", (2, 2), ("split s", "exchange s at 2,5,7 with e"), marks=pytest.mark.slow),
         ("batched", (2, 2), ("exchange s with e", "split i")),
-        ("batched", (2, 2), ("split i", "parts e")),
+        pytest.param("batched", (2, 2), ("split i", "parts e"), marks=pytest.mark.slow),
         ("batched", (2, 2), ("parts e", "parts e at 2,2,1")),
         ("batched", (3,), ("exchange s with e",)),  # two, two and no experts
         ("batched", (3,), ("parts e",)),
@@ -138,7 +138,7 @@ def prepared() -> Callable[[str], Prepared]:
         pytest.param("grouped", (4,), ("exchange s with e",), marks=pytest.mark.slow),
         ("grouped", (2, 2), ("exchange s with e at 2,2,1", "split s at 2,35,1")),
         ("three", (2,), ("parts e",)),
-        ("three", (2,), ("exchange s at 1,35,2 with e",)),
+        pytest.param("three", (2,), ("exchange s at 1,35,2 with e",), marks=pytest.mark.slow),
         pytest.param("three", (4,), ("exchange s with e",), marks=pytest.mark.slow),
         ("padded", (2,), ("exchange s with e",)),
         pytest.param("padded", (2, 2), ("parts e", "split i"), marks=pytest.mark.slow),
@@ -229,7 +229,10 @@ def test_hugging_faces_experts_are_one_op(make: Callable[[str], Case], implement
     assert not any("grouped" in op or "bmm" in op for op in ops)
 
 
-@pytest.mark.parametrize(("make", "implementation"), [(qwen, "batched_mm"), (gpt_oss, "grouped_mm")])
+@pytest.mark.parametrize(
+    ("make", "implementation"),
+    [pytest.param(qwen, "batched_mm", marks=pytest.mark.slow), (gpt_oss, "grouped_mm")],
+)
 def test_other_mixtures_equal_one_process(make: Callable[[str], Case], implementation: str) -> None:
     model = prepare(make(implementation))
     split(model, (2,), "exchange s with e")
@@ -455,7 +458,7 @@ def test_what_experts_can_be_split_by() -> None:
     [
         pytest.param((2,), ("parts e",), marks=pytest.mark.slow),
         ((3,), ("exchange s with e",)),
-        ((2, 2), ("exchange s with e", "split s at 2,35,1")),
+        pytest.param((2, 2), ("exchange s with e", "split s at 2,35,1"), marks=pytest.mark.slow),
         ((2, 2), ("exchange s with e", "split i")),
     ],
 )

@@ -101,7 +101,11 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+# proven a few rows at a time too, or as a part of another case
+ELSEWHERE = {"full", "marks", "a trained bias", "causal, grouped", "dropout"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in ELSEWHERE else []) for n in CALLS])
 def test_every_way_to_cut_it(name: str, figure: Callable[[str], None]) -> None:
     """Even, uneven, empty and strided shards of rows, with other factors on a second axis; values and gradients."""
     report = prove(*CALLS[name], meshes=[(3,), (4,), (2, 2)])
@@ -218,7 +222,7 @@ def counted() -> Iterator[Callable[[int], float]]:
         yield lambda rank: float(sent[rank])
 
 
-@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("p", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("shared", [HEADS, HEADS // 2], ids=["all", "grouped"])
 @pytest.mark.parametrize("kind", [RING, ULYSSES])
 def test_bytes_are_the_closed_forms(kind: str, shared: int, p: int) -> None:

@@ -105,6 +105,8 @@ MORE: dict[str, tuple[Sizes, Choices]] = {
 }
 LARGE: dict[str, tuple[Sizes, Choices]] = {
     "2D of 9": ((3, 3), (ROWS, COLUMNS)),
+    "2D of 9, gathered": ((3, 3), ("split b0", "split n")),
+    "2.5D of 12, gathered": ((3, 2, 2), ("split b1", "split b0", "split n")),
     "2.5D of 12": ((3, 2, 2), ("split b1", ROWS, COLUMNS)),
 }
 
@@ -113,14 +115,23 @@ LINES = [(name, mode) for mode in MODES for name in ("even", "odd", "thin")]
 LINES += [(name, mode) for mode in MORE for name in ("odd", "thin")] + [("odd", mode) for mode in LARGE]
 BLOCKS = [(name, mode) for mode in ("2D", "2.5D", "3D") for name in ("gpt2", "bert", "llama")]
 BLOCKS += [("gpt2", mode) for mode in ("2D unequal", *LARGE)]
+# dear ones, beside others of their kind
+DEAR = [("bert", "2D"), *((name, mode) for name in ("bert", "llama") for mode in ("2.5D", "3D"))]
+DEAR += [("gpt2", mode) for mode in LARGE if mode != "2.5D of 12"] + [
+    ("odd", mode) for mode in LARGE if "gathered" in mode
+]
 
 
-@pytest.mark.parametrize(("name", "mode"), LINES)
+def by_day(cases: list[tuple[str, str]]) -> list[Any]:
+    return [pytest.param(*case, marks=[pytest.mark.slow] if case in DEAR else []) for case in cases]
+
+
+@pytest.mark.parametrize(("name", "mode"), by_day(LINES))
 def test_a_linear_equals_one_process(name: str, mode: str) -> None:
     assert_streamed(name, *(MODES | MORE | LARGE)[mode])
 
 
-@pytest.mark.parametrize(("name", "mode"), BLOCKS)
+@pytest.mark.parametrize(("name", "mode"), by_day(BLOCKS))
 def test_a_block_equals_one_process(name: str, mode: str) -> None:
     assert_streamed(name, *(MODES | LARGE)[mode])
 
@@ -136,7 +147,15 @@ def with_fingerprints(case: Case, mode: str) -> Plan:
     return msgspec.structs.replace(plan, fingerprints=api.fingerprints(bound.program, cluster))
 
 
-@pytest.mark.parametrize(("name", "mode"), [("even", "2D"), ("odd", "2D unequal"), ("gpt2", "2.5D"), ("llama", "3D")])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("even", "2D"),
+        ("odd", "2D unequal"),
+        ("gpt2", "2.5D"),
+        pytest.param("llama", "3D", marks=pytest.mark.slow),
+    ],
+)
 def test_streamed_plans_pass_every_check(name: str, mode: str) -> None:
     """Types, the public checker, bytes of collectives, and a step."""
     case = prepared(name).case

@@ -34,6 +34,13 @@ MODES: dict[str, tuple[dict[str, Any], int, str]] = {
     "megatron on 4": ({"mesh": {"tp": 4}, "sequence": "megatron"}, 4, "tp: tensor 1D, sequence split"),
     "ulysses on 2": ({"mesh": {"sp": 2}, "sequence": "ulysses"}, 2, "sp: sequence split, Ulysses"),
     "ulysses on 4": ({"mesh": {"sp": 4}, "sequence": "ulysses"}, 4, "sp: sequence split, Ulysses"),
+    "ring on 2": ({"mesh": {"cp": 2}, "sequence": "ring"}, 2, "cp: sequence split, ring attention"),
+    "ring on 4": ({"mesh": {"cp": 4}, "sequence": "ring"}, 4, "cp: sequence split, ring attention"),
+    "ring x ulysses": (
+        {"mesh": {"cp": 2, "sp": 2}, "sequence": "ring+ulysses"},
+        4,
+        "cp: sequence split, ring attention; sp: sequence split, Ulysses",
+    ),
     "1d x data parallel": (
         {"mesh": {"dp": 2, "tp": 2}, "tensor_modes": "1d", "sequence": "none"},
         4,
@@ -45,16 +52,32 @@ MODES: dict[str, tuple[dict[str, Any], int, str]] = {
         8,
         "dp: data parallel, ZeRO-1; x, y: tensor 2D (gathered)",
     ),
+    "2d streamed": ({"mesh": {"x": 2, "y": 2}, "tensor_modes": "2d streamed"}, 4, "x, y: tensor 2D (streamed)"),
     "2.5d": ({"mesh": {"d": 2, "x": 2, "y": 2}, "tensor_modes": "2.5d gathered"}, 8, "d, x, y: tensor 2.5D (gathered)"),
+    "2.5d streamed": (
+        {"mesh": {"d": 2, "x": 2, "y": 2}, "tensor_modes": "2.5d streamed"},
+        8,
+        "d, x, y: tensor 2.5D (streamed)",
+    ),
     "3d": ({"mesh": {"x": 2, "y": 2, "z": 2}, "tensor_modes": "3d gathered"}, 8, "x, y, z: tensor 3D (gathered)"),
+    "3d streamed": (
+        {"mesh": {"x": 2, "y": 2, "z": 2}, "tensor_modes": "3d streamed"},
+        8,
+        "x, y, z: tensor 3D (streamed)",
+    ),
 }
-SIZES = {"even": (8, 8), "odd": (6, 7)}  # rows, tokens: 6 on 2 x 2 is 2 + 1 twice; 7 on 4 is 2 + 2 + 2 + 1
-# torch and the solver are slow on 8 ranks: even sizes and models beyond the first run there only where there is time
-SLOW = [
-    (name, mode, sizes)
-    for name, mode, sizes in itertools.product(MODELS, MODES, SIZES)
-    if (MODES[mode][1] == 8 and name != "gpt2") or (sizes == "even" and name != "gpt2")
-]
+# rows, tokens: 6 on 2 x 2 is 2 + 1 twice; 7 on 4 is 2 + 2 + 2 + 1, and on 2 x 2 cannot be
+SIZES = {"even": (8, 8), "odd": (6, 7), "turned": (7, 6)}
+# every day: each mode on GPT-2, and each model in some modes, with sizes that do not divide
+DAILY = {("gpt2", mode) for mode in MODES} | {
+    ("gpt2 of 3 heads", "2d"),
+    ("bert", "1d on 4"),
+    ("bert", "2d streamed"),
+    ("bert", "ring on 4"),
+    ("llama", "2d"),
+    ("llama", "megatron on 2"),
+    ("llama", "ring x ulysses"),
+}
 IMPOSSIBLE = {"1d on 4", "megatron on 4", "ulysses on 4"}  # of 3 heads
 
 
@@ -82,9 +105,10 @@ def machines(ranks: int) -> ClusterSpec:
 @pytest.mark.parametrize(
     ("name", "mode", "sizes"),
     [
-        pytest.param(*case, marks=[pytest.mark.slow] if case in SLOW else [])
+        pytest.param(*case, marks=[] if case[:2] in DAILY and case[2] != "even" else [pytest.mark.slow])
         for case in itertools.product(MODELS, MODES, SIZES)
-        if case[0] != "gpt2 of 3 heads" or case[1] not in IMPOSSIBLE
+        if (case[0] != "gpt2 of 3 heads" or case[1] not in IMPOSSIBLE)
+        and case[2] != ("odd" if case[1] == "ring x ulysses" else "turned")
     ],
 )
 def test_a_forced_mode_has_its_name_and_equals_one_process(name: str, mode: str, sizes: str) -> None:
