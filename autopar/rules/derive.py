@@ -17,7 +17,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autopar.layout import I, Layout, P, R, S, Shape, State, canonical, is_valid
@@ -138,8 +138,8 @@ def is_paired(dims: Dims, choice: Choice) -> bool:
     return choice.partner is not None and _has(dims, choice.partner[0]) and not _has(dims, choice.factor)
 
 
-def _axis_states(op: OpType, choice: Choice, n: int) -> tuple[list[State], list[State]] | None:
-    """States of inputs and outputs on one axis; None where the choice makes no sense for this op."""
+def _axis_states(op: OpType, choice: Choice, n: int) -> tuple[list[State], list[State]]:
+    """States of inputs and outputs on one axis."""
     rule = op.rule
     if choice.kind in (I, R):
         return [choice.kind] * len(rule.ins), [choice.kind] * len(rule.outs)
@@ -164,9 +164,22 @@ def _axis_states(op: OpType, choice: Choice, n: int) -> tuple[list[State], list[
     return ins, outs
 
 
-def apply(op: OpType, choices: Sequence[Choice], axis_sizes: Sequence[int]) -> Strategy | None:
-    """The strategy that makes ``choices``; None where cuts do not nest or two algorithms would have to be joined."""
-    rule = op.rule
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What `apply` has found out of one op on one mesh: states by choice and ranks, and which layouts are valid."""
+
+    states: dict[tuple[Choice, int], tuple[list[State], list[State]]] = field(default_factory=dict)
+    valid: dict[tuple[Shape, Layout], bool] = field(default_factory=dict)
+
+
+def apply(
+    op: OpType, choices: Sequence[Choice], axis_sizes: Sequence[int], known: _Known | None = None
+) -> Strategy | None:
+    """The strategy that makes ``choices``; None where cuts do not nest or two algorithms would have to be joined.
+
+    known: kept from one call to the next, of this op on this mesh.
+    """
+    rule, known = op.rule, known or _Known()
     algorithms = {c.kind for c in choices if c.kind not in (I, R, P, "split")}
     if len(algorithms) > 1:
         return None
@@ -190,9 +203,9 @@ def apply(op: OpType, choices: Sequence[Choice], axis_sizes: Sequence[int]) -> S
     ins: list[list[State]] = [[] for _ in rule.ins]
     outs: list[list[State]] = [[] for _ in rule.outs]
     for choice, n in zip(choices, axis_sizes, strict=True):
-        states = _axis_states(op, choice, n)
+        states = known.states.get((choice, n))
         if states is None:
-            return None
+            states = known.states[choice, n] = _axis_states(op, choice, n)
         for column, new, flows in (
             (ins, states[0], op.differentiable_ins),
             (outs, states[1], op.differentiable_outs),
@@ -203,7 +216,10 @@ def apply(op: OpType, choices: Sequence[Choice], axis_sizes: Sequence[int]) -> S
     for shape, layout in itertools.chain(
         zip(op.in_shapes, strategy.ins, strict=True), zip(op.out_shapes, strategy.outs, strict=True)
     ):
-        if not is_valid(shape, layout, axis_sizes):
+        valid = known.valid.get((shape, layout))
+        if valid is None:
+            valid = known.valid[shape, layout] = is_valid(shape, layout, axis_sizes)
+        if not valid:
             return None
     if any(P in layout for layout in itertools.compress((*strategy.ins, *strategy.outs), op.logical)):
         return None
@@ -343,6 +359,7 @@ def strategies(
         for a, n in enumerate(axis_sizes)
     ]
     found: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], Strategy] = {}
+    known = _Known()
     for combination in itertools.product(*per_axis):
         choices: list[Choice] = []
         for a, choice in enumerate(combination):
@@ -360,7 +377,7 @@ def strategies(
                 for c, n in zip(paired, axis_sizes, strict=True)
             ):
                 continue
-            strategy = apply(op, paired, axis_sizes)
+            strategy = apply(op, paired, axis_sizes, known)
             if strategy is not None:
                 key = (strategy.ins, strategy.outs)
                 if key not in found or _rank(strategy) < _rank(found[key]):

@@ -5,7 +5,6 @@ They are priced like any plan.  A search that runs out of time returns the best 
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterator
 
 from autopar.layout import I, Layout, P, S
@@ -14,6 +13,7 @@ from autopar.solver.decisions import Decisions, Place
 from autopar.solver.lattice import Lattice
 from autopar.solver.prices import full_states, gradient_states
 from autopar.solver.space import Space, Weight
+from autopar.solver.spread import Field, Floats, spreading
 
 
 def baselines(space: Space, zero: int | None = None) -> Iterator[tuple[str, Decisions]]:
@@ -104,32 +104,19 @@ class _Ways:
 
     def __init__(self, space: Space):
         self.space = space
-        self.known: dict[tuple[int, int], list[float]] = {}
+        self.fields: dict[int, Field] = {}
+        self.known: dict[tuple[int, Layout], Floats] = {}
 
     def cost(self, flow: int, source: Layout, target: Layout) -> float:
         return self.between(self.space.flows[flow].grid, source, target)
 
     def between(self, grid: Lattice, source: Layout, target: Layout) -> float:
-        key = (id(grid), grid.index[source])
+        if id(grid) not in self.fields:
+            self.fields[id(grid)] = spreading(grid)
+        field, key = self.fields[id(grid)], (id(grid), source)
         if key not in self.known:
-            self.known[key] = distances(grid, grid.index[source])
-        return self.known[key][grid.index[target]]
-
-
-def distances(grid: Lattice, start: int) -> list[float]:
-    out = [float("inf")] * len(grid.layouts)
-    out[start] = 0.0
-    heap = [(0.0, start)]
-    while heap:
-        cost, node = heapq.heappop(heap)
-        if cost > out[node]:
-            continue
-        for arc in grid.leaving[node]:
-            head, further = grid.heads[arc], cost + grid.costs[arc]
-            if further < out[head]:
-                out[head] = further
-                heapq.heappush(heap, (further, head))
-    return out
+            self.known[key] = field.distances([field.at(source)])[0]
+        return float(self.known[key][field.at(target)])
 
 
 def place(space: Space, weight: Weight, strategy: dict[str, int], stage: int) -> Place:

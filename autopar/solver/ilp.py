@@ -22,11 +22,12 @@ from autopar.rules.meaning import Meanings, meanings
 from autopar.solver.forced import search_forms
 from autopar.solver.forms import Form, forms
 from autopar.solver.pins import Pinned, keeps, read_pins, restrict
+from autopar.solver.refine import fastest
 from autopar.solver.report import table
 from autopar.solver.restrict import check_zero, restriction
-from autopar.solver.search import Search, search_meshes
+from autopar.solver.search import Search
 from autopar.solver.space import KeepChoice, Space, every_choice, every_strategy
-from autopar.solver.stage import Task, figures, fingerprints, limit_of, prepare, solve_stage
+from autopar.solver.stage import Task, figures, fingerprints, limit_of, prepare
 from autopar.solver.why import why
 
 
@@ -92,7 +93,7 @@ def solve(
     )
 
     def build(mesh: Mesh, keep_choice: KeepChoice | None = None) -> Space:
-        pins = pinned[mesh]
+        pins = pinned.get(mesh, {})  # pins name the axes of the meshes that were asked for
         analysis = contract(bound, mesh.sizes)
         keep = partial(keeps, analysis, pins) if pins else every_strategy
         return restrict(prepare(task, mesh, analysis, keep, keep_choice or every_choice), pins)
@@ -111,12 +112,7 @@ def solve(
 
     if wanted:
         return _annotated(search_forms(task, wanted, build_form, started), task, known)
-    if len(meshes) > 1:
-        plan = search_meshes(task, meshes, build, started)
-    else:
-        found = solve_stage(task, build(meshes[0]), started)
-        assert isinstance(found, Plan)  # there is no cutoff
-        plan = found
+    plan = fastest(task, meshes, build, started)
     reason = None if pins or not plan.axes else why(task, plan, build_form, known)
     return _annotated(plan, task, known, *([reason] if reason else []))
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from autopar.layout import I, Layout, Move, P, R, S, Shape, State, is_valid
+import numpy as np
+from numpy.typing import NDArray
 
-Price = Callable[[Layout, int, State], float]
+from autopar.layout import I, Layout, Move, P, R, S, Shape, State, fraction, is_valid
+
+Price = Callable[[int, State, State, int], float]  # of (axis, source, target, elements with the axis undone)
 
 _LETTERS = {I: 0, R: 1, P: 2}
 _MAX_TERMINALS = 6  # up to so many different ends a tree of conversions is found exactly
@@ -57,30 +61,93 @@ def lattice(
 
     A conversion that is no cheaper than two others is left out where both lead the same way: P -> R is P -> I -> R.
     """
-    layouts = tuple(c for c in itertools.product(*states) if is_valid(shape, c, sizes))
-    index = {layout: i for i, layout in enumerate(layouts)}
-    tails: list[int] = []
-    heads: list[int] = []
-    axes: list[int] = []
-    costs: list[float] = []
-    leaving: list[list[int]] = [[] for _ in layouts]
-    for i, layout in enumerate(layouts):
-        for axis, options in enumerate(states):
-            source = layout[axis]
-            before, after = layout[:axis], layout[axis + 1 :]
-            for target in options:
-                if target == source or not allowed(source, target):
-                    continue
-                j = index.get((*before, target, *after))
-                if j is not None:
-                    leaving[i].append(len(tails))
-                    tails.append(i)
-                    heads.append(j)
-                    axes.append(axis)
-                    costs.append(price(layout, axis, target))
+    counts = tuple(map(len, states))
+    codes = np.indices(counts).reshape(len(counts), math.prod(counts))
+    valid = _valid(shape, states, sizes, codes)
+    layouts = tuple(itertools.compress(itertools.product(*states), valid.tolist()))
+    codes = codes[:, valid]
+    number = np.cumsum(valid) - 1
+    number[~valid] = -1
+    flat = np.flatnonzero(valid)
+    full = _elements(shape, states, sizes, codes, None)
+    found: list[NDArray[np.int64]] = []
+    prices: list[NDArray[np.float64]] = []
+    for axis, options in enumerate(states):
+        stride = math.prod(counts[axis + 1 :])
+        undone = _elements(shape, states, sizes, codes, axis)
+        for (s, source), (t, target) in itertools.permutations(enumerate(options), 2):
+            if not allowed(source, target):
+                continue
+            tails = np.flatnonzero(codes[axis] == s)
+            heads = number[flat[tails] + (t - s) * stride]
+            tails, heads = tails[heads >= 0], heads[heads >= 0]
+            whole = undone[tails]
+            for state, nodes in ((source, tails), (target, heads)):
+                if isinstance(state, S):  # the fullest rank's share decides where cuts are uneven
+                    whole = np.maximum(whole, full[nodes] * sizes[axis])
+            distinct, which = np.unique(whole, return_inverse=True)
+            seconds = np.array([price(axis, source, target, n) for n in distinct.tolist()])
+            found.append(np.stack([tails, np.full_like(tails, axis), np.full_like(tails, t), heads]))
+            prices.append(seconds[which] if len(which) else np.zeros(0))
+    arcs = np.concatenate(found, axis=1) if found else np.zeros((4, 0), dtype=np.int64)
+    costs = np.concatenate(prices) if prices else np.zeros(0)
+    order = np.lexsort(arcs[2::-1])
+    tails, axes, _, heads = arcs[:, order]
     return Lattice(
-        layouts, index, tuple(tails), tuple(heads), tuple(axes), tuple(costs), tuple(tuple(a) for a in leaving)
+        layouts,
+        {layout: i for i, layout in enumerate(layouts)},
+        tuple(tails.tolist()),
+        tuple(heads.tolist()),
+        tuple(axes.tolist()),
+        tuple(costs[order].tolist()),
+        leaving(tails, len(layouts)),
     )
+
+
+def leaving(tails: NDArray[np.int64], count: int) -> tuple[tuple[int, ...], ...]:
+    """Arcs by the node that they leave, of ``count`` nodes."""
+    order = np.argsort(tails, kind="stable")
+    ends = np.searchsorted(tails[order], np.arange(count + 1)).tolist()
+    arcs = order.tolist()
+    return tuple(tuple(arcs[a:b]) for a, b in itertools.pairwise(ends))
+
+
+def _valid(
+    shape: Shape, states: Sequence[Sequence[State]], sizes: Sequence[int], codes: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """`is_valid` of every combination: cuts nest where any two of them do."""
+
+    def together(s: State, t: State, a: int, b: int) -> bool:
+        same = isinstance(s, S) and isinstance(t, S) and s.dim == t.dim
+        return not same or is_valid(shape, (s, t), (sizes[a], sizes[b]))
+
+    out = np.ones(codes.shape[1], dtype=bool)
+    for a, options in enumerate(states):
+        out &= np.array([is_valid(shape, (s,), sizes[a : a + 1]) for s in options])[codes[a]]
+        for b in range(a):
+            pairs = np.array([[together(s, t, b, a) for t in options] for s in states[b]])
+            out &= pairs[codes[b], codes[a]]
+    return out
+
+
+def _elements(
+    shape: Shape,
+    states: Sequence[Sequence[State]],
+    sizes: Sequence[int],
+    codes: NDArray[np.int64],
+    undone: int | None,
+) -> NDArray[np.int64]:
+    """Elements on the fullest rank of every layout, with one axis undone; as `layout.largest_local_numel`."""
+    dims = np.repeat(np.array(shape, dtype=np.int64)[:, None], codes.shape[1], axis=1)
+    for axis, (options, n) in enumerate(zip(states, sizes, strict=True)):
+        if axis == undone:
+            continue
+        for code, state in enumerate(options):
+            if isinstance(state, S):
+                part, whole = fraction(state, n, 0)
+                here = codes[axis] == code
+                dims[state.dim, here] = dims[state.dim, here] * part // whole
+    return np.asarray(dims.prod(axis=0, dtype=np.int64))
 
 
 def cheapest_tree(grid: Lattice, source: Layout, targets: Sequence[Layout]) -> tuple[float, tuple[int, ...]] | None:

@@ -101,6 +101,21 @@ def _magnitude(x: float) -> int:
     return math.floor(math.log10(x)) if x > 0 else 0
 
 
+def columns_of(space: Space) -> int:
+    """How many columns `formulate` makes, but for those of memory."""
+    total = sum(map(len, space.strategies.values()))
+    for flow in space.flows:
+        if flow.outs is not None:
+            ends = len(flow.edge.uses) + flow.edge.whole
+            total += len(flow.grid.tails) * (ends + (ends > 1))
+    for weight in space.weights:
+        times = 1 + len(weight.edge.uses)
+        total += len(weight.stored) + len(weight.forward.layouts) + times * len(weight.forward.tails)
+        if weight.backward is not None:
+            total += len(weight.backward.layouts) + times * len(weight.backward.tails)
+    return total
+
+
 def lower_bound(space: Space) -> float:
     """Seconds: no plan is faster than the cheapest strategy of every op, were conversions free."""
     m = space.prices.microbatches
@@ -193,7 +208,7 @@ def _weight(b: _Builder, weight: Weight, zero: int | None) -> None:
             model.add(rows[backward.index[layout]], column, 1.0)
         for layout, column in stored.items():
             model.add(rows[backward.index[layout]], column, -1.0)
-        _arcs(b, rows, backward, count, 1, block=_hiding_block(space, weight))
+        _arcs(b, rows, backward, count, 1, block=hiding_block(space, weight))
     if zero is not None:
         _stage(b, weight, zero)
     if b.memory:
@@ -219,7 +234,7 @@ def _arcs(
         row += [(first + k, -c * times * b.second) for k, c in enumerate(grid.costs) if c]
 
 
-def _hiding_block(space: Space, weight: Weight) -> int | None:
+def hiding_block(space: Space, weight: Weight) -> int | None:
     """The segment whose backward pass hides a weight's reduction; None where not every such segment has its own."""
     segment = space.folding.segments[weight.edge.uses[0].op]
     return segment if space.folding.kinds.count(segment) == weight.edge.count else None

@@ -293,8 +293,12 @@ class Prices:
 
     def move(self, value: Value, layout: Layout, axis: int, target: State) -> MovePrice:
         """Price of converting an activation on one axis; one without a gradient has no backward."""
-        whole = self._undone(value.shape, layout, axis, target) * self.width(value.dtype)
-        made = conversion(layout[axis], target, self.sizes[axis], whole)
+        return self.move_of(value, axis, layout[axis], target, self._undone(value.shape, layout, axis, target))
+
+    def move_of(self, value: Value, axis: int, source: State, target: State, elements: int) -> MovePrice:
+        """As `move`, of so many elements with the axis undone."""
+        whole = elements * self.width(value.dtype)
+        made = conversion(source, target, self.sizes[axis], whole)
         forward = self.collective(made.forward, whole, axis)
         if not value.differentiable:
             return MovePrice(forward, 0.0, made.forward_bytes)
@@ -307,9 +311,16 @@ class Prices:
         Gradients are reduced in buckets: each pays its share of a bucket's latency.  Whatever is bundled is copied on
         the way (``_COPIES``).
         """
+        elements = self._undone(value.shape, layout, axis, target)
+        return self.weight_move_of(value, axis, layout[axis], target, elements, gradient=gradient)
+
+    def weight_move_of(
+        self, value: Value, axis: int, source: State, target: State, elements: int, *, gradient: bool
+    ) -> MovePrice:
+        """As `weight_move`, of so many elements with the axis undone."""
         sizes = self.parameter_bytes(value)
-        whole = self._undone(value.shape, layout, axis, target) * (sizes.gradient if gradient else sizes.held)
-        made = conversion(layout[axis], target, self.sizes[axis], whole)
+        whole = elements * (sizes.gradient if gradient else sizes.held)
+        made = conversion(source, target, self.sizes[axis], whole)
         seconds = self.collective(made.forward, whole, axis)
         if gradient and seconds:
             unshared = collectives.steps(made.forward, self.sizes[axis]) * self.links[axis].latency

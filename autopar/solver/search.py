@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,8 +13,7 @@ import msgspec
 from autopar.errors import InfeasiblePlan, PlanError
 from autopar.layout import Mesh
 from autopar.plan import Plan, Solver
-from autopar.rules.analysis import Operation, contract
-from autopar.rules.derive import Choice
+from autopar.rules.analysis import contract
 from autopar.solver.forms import SEQUENCE_SPLITS, TENSOR_MODES, as_names, shapes
 from autopar.solver.model import lower_bound
 from autopar.solver.report import why_not
@@ -22,9 +21,7 @@ from autopar.solver.space import KeepChoice, Space
 from autopar.solver.stage import Task, figures, solve_stage
 
 _NAMES = {1: ("d",), 2: ("dp", "tp"), 3: ("dp", "tp", "cp")}
-_MAX_AXES = 3
-_LARGEST = 60_000  # columns of a program of three axes that a search still solves
-_STATES = 6  # of an axis, about
+MAX_AXES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +89,7 @@ class Search:
         return tuple(Mesh.of(mesh) for mesh in given)
 
 
-def factorisations(world_size: int, most: int = _MAX_AXES) -> Iterator[Mesh]:
+def factorisations(world_size: int, most: int = MAX_AXES) -> Iterator[Mesh]:
     """Every mesh of one to ``most`` axes of at least two ranks, in every order; for one rank that without axes."""
     if world_size == 1:
         yield Mesh((), ())
@@ -102,34 +99,38 @@ def factorisations(world_size: int, most: int = _MAX_AXES) -> Iterator[Mesh]:
         yield from (Mesh(_NAMES[axes], sizes) for sizes in shapes(world_size, axes))
 
 
+def merged(mesh: Mesh, axes: int) -> Iterator[tuple[Mesh, tuple[int, ...]]]:
+    """The meshes of so many axes that ``mesh`` refines, neighbours as one, and of each of its axes which that is."""
+    for ends in itertools.combinations(range(1, len(mesh.axes)), axes - 1):
+        parts = [range(a, b) for a, b in itertools.pairwise((0, *ends, len(mesh.axes)))]
+        sizes = tuple(Mesh(("",) * len(p), mesh.sizes[p.start : p.stop]).size for p in parts)
+        names = tuple("_".join(mesh.axes[a] for a in p) for p in parts)
+        yield Mesh(names, sizes), tuple(k for k, p in enumerate(parts) for _ in p)
+
+
 Build = Callable[[Mesh, KeepChoice | None], Space]
 
 
 def search_meshes(task: Task, meshes: Sequence[Mesh], build: Build, started: float) -> Plan:
     """The fastest plan on any of ``meshes``: best bound first, until no bound beats the incumbent.
 
-    Meshes of three axes whose program would be too large are not solved: the best plan of two axes is carried over to
-    them, one axis in two, and improved two axes at a time.  Then the result is called a heuristic, unless its time is
-    so near to that of perfectly shared work that nothing can be much faster.
+    Meshes of three axes come after those that they refine, the best of those first; most are left behind by their
+    bound, which is found without a program (`bounds`).
 
     Raises InfeasiblePlan, that of the mesh which is least short, where nothing fits on any.
     """
     state = _State(task, build, started)
-    flat = [m for m in meshes if len(m.axes) < _MAX_AXES]
-    deep = [m for m in meshes if len(m.axes) >= _MAX_AXES]
-    floors = {mesh: lower_bound(build(mesh, None)) for mesh in flat}
-    for mesh in sorted(flat, key=lambda m: (floors[m], m.sizes)):
+    small = [m for m in meshes if len(m.axes) < MAX_AXES]
+    floors = {mesh: lower_bound(build(mesh, None)) for mesh in small}
+    for mesh in sorted(small, key=lambda m: (floors[m], m.sizes)):
         state.consider(mesh, floors[mesh])
     ideal = ideal_bound(task)
-    for mesh in deep:
-        if ideal >= state.limit(len(mesh.axes)):
-            state.bounds.append(ideal)
-        elif _columns(task, mesh) <= _LARGEST:
-            state.consider(mesh, ideal)
-        else:
-            state.polish(mesh)
-            state.bounds.append(ideal)
-            state.proven = False
+
+    def promise(mesh: Mesh) -> tuple[float, tuple[int, ...]]:
+        return min((state.known.get(m.sizes, math.inf) for m, _ in merged(mesh, 2)), default=math.inf), mesh.sizes
+
+    for mesh in sorted((m for m in meshes if len(m.axes) == MAX_AXES), key=promise):
+        state.consider(mesh, ideal)
     return state.result()
 
 
@@ -141,7 +142,7 @@ class _State:
     build: Build
     started: float
     best: Plan | None = None
-    flat: Plan | None = None  # the best plan of two axes or fewer
+    known: dict[tuple[int, ...], float] = field(default_factory=dict)  # bounds by sizes
     bounds: list[float] = field(default_factory=list)
     proven: bool = True
     failure: InfeasiblePlan | None = None
@@ -160,10 +161,10 @@ class _State:
         """Solve one mesh, as far as it may beat the incumbent."""
         limit = self.limit(len(mesh.axes))
         if floor >= limit:
-            self.bounds.append(floor)
+            self.note(mesh, floor)
             return
         if self.best is not None and time.perf_counter() > self.task.deadline:
-            self.bounds.append(floor)
+            self.note(mesh, floor)
             self.proven = False
             return
         try:
@@ -173,11 +174,15 @@ class _State:
                 self.failure = error
             return
         if isinstance(plan, float):
-            self.bounds.append(plan)
+            self.note(mesh, plan)
             return
-        self.bounds.append(plan.solver.bound)
+        self.note(mesh, plan.solver.bound)
         self.proven &= plan.solver.status == "optimal"
         self.take(plan)
+
+    def note(self, mesh: Mesh, bound: float) -> None:
+        self.known[mesh.sizes] = bound
+        self.bounds.append(bound)
 
     def take(self, plan: Plan) -> None:
         same = self.best is not None and len(plan.axes) == len(self.best.axes)
@@ -185,32 +190,8 @@ class _State:
             if self.best is not None:
                 self.others.append(self.best)
             self.best = plan
-            if len(plan.axes) < _MAX_AXES:
-                self.flat = plan
         else:
             self.others.append(plan)
-
-    def polish(self, mesh: Mesh) -> None:
-        """Improve the best plan of two axes on ``mesh``, if that has one of its axes in two."""
-        if self.flat is None or time.perf_counter() > self.task.deadline:
-            return
-        sizes = tuple(self.flat.mesh.values())
-        for kept, n in enumerate(sizes):
-            at = 0 if kept == 0 else len(mesh.sizes) - 1
-            rest = mesh.sizes[1:] if at == 0 else mesh.sizes[:-1]
-            if len(sizes) == 2 and mesh.sizes[at] == n and math.prod(rest) == sizes[1 - kept]:
-                self._improve(mesh, at, {d.name: d.choices[kept] for d in self.flat.ops})
-
-    def _improve(self, mesh: Mesh, axis: int, choices: dict[str, str]) -> None:
-        """Solve ``mesh`` with the kinds of choice on one axis given, op by op."""
-
-        def keep(op: Operation, choice: Choice, at: int) -> bool:
-            return at != axis or op.name not in choices or _kind(str(choice)) == _kind(choices[op.name])
-
-        with contextlib.suppress(InfeasiblePlan, PlanError):
-            plan = solve_stage(self.task, self.build(mesh, keep), self.started, self.incumbent)
-            if not isinstance(plan, float):
-                self.take(plan)
 
     def result(self) -> Plan:
         if self.best is None:
@@ -224,17 +205,6 @@ class _State:
         solver = Solver(status, best.solver.objective, bound, gap, seconds)
         notes = [why_not(f"mesh {other.device_mesh}", other, best, self.task.limit) for other in self.others]
         return msgspec.structs.replace(best, solver=solver, notes=(*best.notes, *notes))
-
-
-def _kind(choice: str) -> str:
-    """A choice without its cut, which depends on the axes outside."""
-    return choice.partition(" at ")[0]
-
-
-def _columns(task: Task, mesh: Mesh) -> int:
-    """Roughly how many columns the program of ``mesh`` has."""
-    ops = len(set(task.folding.ops.values()))
-    return ops * (_STATES ** len(mesh.axes)) * len(mesh.axes) * _STATES
 
 
 def ideal_bound(task: Task) -> float:

@@ -185,7 +185,7 @@ def _grid(value: Value, states: tuple[tuple[State, ...], ...], prices: Prices) -
         value.shape,
         states,
         prices.sizes,
-        lambda layout, axis, target: prices.move(value, layout, axis, target).seconds,
+        lambda axis, source, target, n: prices.move_of(value, axis, source, target, n).seconds,
         lambda source, target: (source, target) != (P, R),
     )
 
@@ -208,7 +208,7 @@ def _weight(
         value.shape,
         states,
         sizes,
-        lambda layout, axis, target: prices.weight_move(value, layout, axis, target, gradient=False).seconds,
+        lambda axis, source, target, n: prices.weight_move_of(value, axis, source, target, n, gradient=False).seconds,
     )
     backward = None
     if value.differentiable:
@@ -218,7 +218,9 @@ def _weight(
             value.shape,
             states_per_axis([*forward.layouts, *partial], len(sizes)),
             sizes,
-            lambda layout, axis, target: prices.weight_move(value, layout, axis, target, gradient=True).seconds,
+            lambda axis, source, target, n: (
+                prices.weight_move_of(value, axis, source, target, n, gradient=True).seconds
+            ),
         )
     stored = tuple(layout for layout in forward.layouts if storable(value.shape, layout, sizes))
     if small:

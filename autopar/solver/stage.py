@@ -22,8 +22,10 @@ from autopar.rules.analysis import Analysis, Bound
 from autopar.rules.registry import rules_fingerprint
 from autopar.solver import milp
 from autopar.solver.baseline import baselines
+from autopar.solver.bounds import bounds
 from autopar.solver.decisions import Decisions, read, write
-from autopar.solver.model import Columns, formulate, lower_bound
+from autopar.solver.model import Columns, columns_of, formulate, lower_bound
+from autopar.solver.narrow import narrow
 from autopar.solver.price import price
 from autopar.solver.prices import Prices, prices
 from autopar.solver.report import why_not
@@ -37,6 +39,10 @@ _COMPARED = {
     "data parallel, ZeRO-3": "plain data parallel, ZeRO-3",
     "everything on every rank": "everything on every rank",
 }
+_DIRECT = 60_000  # up to so many columns a program is solved as it is
+_LARGEST = 400_000  # columns of a program that is still begun
+# What a program may contain: plans that exceed the bound by this part of it, then by so many times more, then all.
+_FROM_BOUND, _WIDER, _EVERYTHING = 0.002, 2.5, 1.0
 _MIN_SECONDS = 0.02  # with less time than this left no program is begun
 _SLACK = 1e-6  # of the memory limit, for the solver's own tolerance
 
@@ -136,7 +142,8 @@ def best_baseline(task: Task, space: Space) -> tuple[Candidate | None, dict[str,
 def solve_stage(task: Task, space: Space, started: float, cutoff: float = math.inf) -> Plan | float:
     """The fastest plan that fits.
 
-    cutoff: seconds; a bound is returned instead once it is clear that no plan here is faster.  Raises InfeasiblePlan.
+    cutoff: seconds; a bound is returned instead once it is clear that no plan here is faster, or none was found that
+    is.  Raises InfeasiblePlan.
     """
     report = task.progress or (lambda text: None)
     floor = lower_bound(space)
@@ -148,25 +155,49 @@ def solve_stage(task: Task, space: Space, started: float, cutoff: float = math.i
         best, known = best_baseline(task, space)
         if best is not None:
             report(f"{space.mesh}: {best.name} {best.objective * 1e3:.4g} ms, bound {floor * 1e3:.4g}")
-    remaining = task.deadline - time.perf_counter()
-    if remaining < _MIN_SECONDS:
+    if task.deadline - time.perf_counter() < _MIN_SECONDS:
         return _finish(task, space, best, known, "time_limit", floor, started)
+    if columns_of(space) <= _DIRECT:
+        found = _program(task, space, best, cutoff, floor)
+    else:
+        found = _narrowed(task, space, best, cutoff)
+    if found.status == "nothing":
+        raise InfeasiblePlan("no plan satisfies the pins and the search options", where=str(space.mesh))
+    if found.status == "infeasible":
+        raise _infeasible(task, space)
+    if found.bound >= cutoff or (found.best is None and cutoff < math.inf):
+        return found.bound
+    return _finish(task, space, found.best, known, found.status, found.bound, started)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """status: optimal, time_limit, heuristic; infeasible for want of memory, or nothing to choose from."""
+
+    best: Candidate | None
+    bound: float
+    status: str
+
+
+def _program(task: Task, space: Space, best: Candidate | None, cutoff: float, floor: float) -> _Found:
+    """Solve the linear relaxation, and the integer program where that is not enough."""
+    report = task.progress or (lambda text: None)
     problem, columns = formulate(space, zero=task.zero)
     relaxed = milp.solve(problem, time_limit=task.deadline - time.perf_counter(), relaxed=True)
     if relaxed.status == "infeasible":
-        raise InfeasiblePlan("no plan satisfies the pins and the search options", where=str(space.mesh))
+        return _Found(best, math.inf, "nothing")
     if relaxed.status != "optimal" or relaxed.values is None:
-        return _finish(task, space, best, known, "time_limit", floor, started)
+        return _Found(best, floor, "time_limit")
     bound = max(floor, relaxed.objective / columns.second)
     report(f"{space.mesh}: bound {bound * 1e3:.4g} ms")
     if bound >= cutoff:
-        return bound
+        return _Found(best, bound, "optimal")
     rounded = _solved(task, space, columns, relaxed)
     integral = milp.is_integral(problem, relaxed.values)
     if rounded.plan.predicted.peak_memory <= task.limit and (integral or task.zero is None):
         best = _faster(best, rounded)
     if integral and best is not None and best.objective * (1 - task.gap) <= bound:
-        return _finish(task, space, best, known, "optimal", bound, started)
+        return _Found(best, bound, "optimal")
     problem, columns = formulate(space, limit=task.limit, zero=task.zero)
     outcome = milp.solve(
         problem,
@@ -175,14 +206,44 @@ def solve_stage(task: Task, space: Space, started: float, cutoff: float = math.i
         node_limit=task.node_limit,
     )
     if outcome.status == "infeasible":
-        raise _infeasible(task, space)
+        return _Found(best, math.inf, "infeasible")
     bound = max(bound, outcome.bound / columns.second)
     if outcome.values is not None:
         found = _solved(task, space, columns, outcome)
         if found.plan.predicted.peak_memory <= task.limit * (1 + _SLACK):
             best = _faster(best, found)
-    status = "optimal" if outcome.status == "optimal" else "time_limit"
-    return _finish(task, space, best, known, status, bound, started)
+    return _Found(best, bound, "optimal" if outcome.status == "optimal" else "time_limit")
+
+
+def _narrowed(task: Task, space: Space, best: Candidate | None, cutoff: float) -> _Found:
+    """Solve what may be part of a plan near the bound, then of plans further from it, until one is near enough.
+
+    What is left out of a program is proven to cost more than its limit, so that the lower of both bounds every plan.
+    """
+    report = task.progress or (lambda text: None)
+    made = bounds(space, cutoff)
+    bound, slack = made.total, _FROM_BOUND
+    report(f"{space.mesh}: bound {bound * 1e3:.4g} ms")
+
+    def near(best: Candidate | None) -> bool:
+        return best is not None and best.objective * (1 - task.gap) <= bound
+
+    while bound < cutoff and not near(best):
+        if task.deadline - time.perf_counter() < _MIN_SECONDS:
+            return _Found(best, bound, "time_limit")
+        most = min(cutoff, math.inf if best is None else best.objective)
+        limit = min(most, made.total * (1 + slack)) if slack < _EVERYTHING else most
+        part = narrow(made, limit)
+        if part is not None and columns_of(part) > _LARGEST:
+            return _Found(best, bound, "heuristic")
+        found = _Found(best, math.inf, "nothing") if part is None else _program(task, part, best, limit, bound)
+        best, bound = found.best, max(bound, min(limit, found.bound))
+        if found.status == "time_limit":
+            return _Found(best, bound, "time_limit")
+        if limit == math.inf:  # nothing was left out
+            return _Found(best, bound, found.status)
+        slack *= _WIDER
+    return _Found(best, bound, "optimal" if near(best) else "heuristic")
 
 
 def _faster(a: Candidate | None, b: Candidate) -> Candidate:

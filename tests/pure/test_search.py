@@ -10,9 +10,8 @@ from autopar.cluster import ClusterSpec
 from autopar.errors import PlanError
 from autopar.layout import Mesh
 from autopar.rules.analysis import Bound
-from autopar.solver import search as searching
 from autopar.solver.ilp import solve
-from autopar.solver.search import Search, factorisations
+from autopar.solver.search import Search, factorisations, merged
 
 
 def test_factorisations_are_all_and_ordered() -> None:
@@ -74,17 +73,62 @@ def test_one_rank_has_a_plan(small: Bound) -> None:
     assert plan.predicted.comm_bytes == 0
 
 
-def test_three_axes_are_improved_from_two_and_called_a_heuristic(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = bind(Residual([16, 16]), batch())
-    machines = cluster(8, intra_node_latency=1e-7, intra_node_bandwidth=1e8, memory_bandwidth=1e9, launch_overhead=0.0)
-    exact = solve(small, machines, mesh=Mesh(("dp", "tp", "cp"), (2, 2, 2)), gap=1e-4)
-    monkeypatch.setattr(searching, "_LARGEST", 0)
-    found = solve(small, machines)
-    flat = min(solve(small, machines, mesh=m).solver.objective for m in factorisations(8, 2))
-    assert found.solver.objective <= flat * (1 + 1e-9)
-    if len(found.axes) == 3:
-        assert found.solver.objective >= exact.solver.objective * (1 - 1e-4)
-    assert found.solver.status == ("optimal" if found.solver.gap <= 0.01 else "heuristic")
+# two nodes of four: fast links within a node, slow ones between
+TWO_NODES = ClusterSpec(
+    nodes=2,
+    devices_per_node=4,
+    device="cpu",
+    intra_node_latency=1e-7,
+    intra_node_bandwidth=1e10,
+    inter_node_latency=1e-6,
+    inter_node_bandwidth=1e8,
+    launch_overhead=0.0,
+    memory_bandwidth=1e10,
+    peak_flops=1e11,
+)
+
+
+def test_three_axes_win_where_no_two_are_enough() -> None:
+    """Two sequences and two heads leave the third factor of two to another dimension."""
+    few = gpt2(2, 16, 32, layers=1, heads=2)
+    found = solve(few, TWO_NODES)
+    assert len(found.axes) == 3
+    assert (found.solver.status, found.solver.gap <= 0.01) == ("optimal", True)
+    flat = solve(few, TWO_NODES, search=Search(mesh=[m.as_dict() for m in factorisations(8, 2)]))
+    assert flat.solver.status == "optimal"
+    assert found.solver.objective < flat.solver.bound
+
+
+def test_a_fourth_axis_is_refined_where_it_is_asked_for() -> None:
+    few = bind(Residual([16]), batch())
+    sixteen = cluster(16, intra_node_latency=1e-7, intra_node_bandwidth=1e8, memory_bandwidth=1e9, launch_overhead=0.0)
+    assert max(len(m.axes) for m in Search().meshes(16)) == 3
+    names = {"a": 2, "b": 2, "c": 2, "d": 2}
+    plan = solve(few, sixteen, search=Search(mesh=names), time_limit=10)
+    assert plan.mesh == names
+    assert plan.solver.status in ("optimal", "heuristic", "time_limit")
+    assert (plan.solver.status == "optimal") == (plan.solver.gap <= 0.01)
+    assert 0 < plan.solver.bound <= plan.solver.objective
+    pinned = solve(few, sixteen, search=Search(mesh=names), pins={"*": "d:I"}, time_limit=5)
+    assert all("d:S" not in p.stored for p in pinned.parameters)
+
+
+def test_the_meshes_that_one_refines() -> None:
+    fine = Mesh(("a", "b", "c", "d"), (2, 3, 5, 7))
+    assert {m.sizes: source for m, source in merged(fine, 2)} == {
+        (2, 105): (0, 1, 1, 1),
+        (6, 35): (0, 0, 1, 1),
+        (30, 7): (0, 0, 0, 1),
+    }
+    assert next(m.as_dict() for m, _ in merged(fine, 3)) == {"a": 2, "b": 3, "c_d": 35}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "wanted"),
+    [(4, {(2, 2)}), (8, {(2, 2, 2)}), (9, {(3, 3)}), (12, {(3, 2, 2)}), (16, {(4, 2, 2), (4, 4)}), (64, {(4, 4, 4)})],
+)
+def test_square_and_cubic_meshes_are_among_the_candidates(ranks: int, wanted: set[tuple[int, ...]]) -> None:
+    assert wanted <= {m.sizes for m in factorisations(ranks)}
 
 
 def test_within_its_time(small: Bound) -> None:
