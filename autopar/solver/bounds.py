@@ -31,8 +31,8 @@ from autopar.solver.spread import Field, Floats, spreading
 Ints = NDArray[np.int64]
 
 _MOST_USERS = 3  # trees to so many users are exact; more are seen in groups that share the cost of every arc
-_SWEEPS = 40
-_STEPS = 8  # halvings of the multipliers of hidden communication
+_SWEEPS = 20
+_STEP, _LEAST_STEP, _TRIES = 0.25, 0.05, 2  # of the multiplier of hidden communication; sweeps to try one
 _GAIN = 1e-4  # stop when a sweep lifts the bound by less than this part of it
 
 
@@ -238,20 +238,49 @@ def bounds(space: Space, cutoff: float = math.inf) -> Bounds:
     )
     made.price()
     made.add_up()
-    step = 0.5
-    for sweep in range(_SWEEPS):
-        before = made.total
-        order = range(len(space.ops))
-        for op in order if sweep % 2 == 0 else reversed(order):
-            made.visit(op, forward=sweep % 2 == 0)
-            if made.total >= cutoff:
-                return made
-        if share and step > 0.5**_STEPS:
-            _balance(made, step)
-            step /= 2
-        elif made.total - before < _GAIN * made.total:
-            break
+    _sweep(made, _SWEEPS, cutoff)
+    for block in share:
+        _balance(made, block, cutoff)
+    if any(share.values()):
+        _sweep(made, _SWEEPS, cutoff)
     return made
+
+
+def _sweep(made: Bounds, times: int, cutoff: float) -> None:
+    """Visit every op in order and back again, until the bound reaches ``cutoff`` or hardly moves."""
+    ops = range(len(made.space.ops))
+    for _ in range(times):
+        before = made.total
+        for forward in (True, False):
+            for op in ops if forward else reversed(ops):
+                made.visit(op, forward=forward)
+                if made.total >= cutoff:
+                    return
+        if made.total - before < _GAIN * made.total:
+            return
+
+
+def _balance(made: Bounds, block: int, cutoff: float) -> None:
+    """Find the share of a block's hidden communication with which the bound is highest: it is concave in it."""
+    step = _STEP
+    while step >= _LEAST_STEP and made.total < cutoff:
+        before, best, given = made.share[block], made.total, [[g.copy() for g in f.given] for f in made.factors]
+        for share in (before + step, before - step):
+            if not 0 <= share <= 1:
+                continue
+            made.share[block] = share
+            made.price()
+            made.add_up()
+            _sweep(made, _TRIES, cutoff)
+            if made.total > best:
+                break
+            made.share[block] = before
+            for factor, kept in zip(made.factors, given, strict=True):
+                factor.given[:] = [g.copy() for g in kept]
+        else:
+            made.price()
+            made.add_up()
+            step /= 2
 
 
 def _conveyed(space: Space, number: dict[str, int]) -> Iterator[Conveyed]:
@@ -324,26 +353,3 @@ def _ways(weight: Weight, needs: Sequence[Layout]) -> tuple[Field, Field | None,
     backward = spreading(weight.backward)
     made = backward.places([gradient_states(layout) for layout in needs])
     return forward, backward, gather, backward.distances(backward.places(weight.stored), back=True)[:, made]
-
-
-def _balance(made: Bounds, step: float) -> None:
-    """Move each block's share of hidden communication towards where the cheapest choices just hide it."""
-    space, prices = made.space, made.space.prices
-    chosen = [int(np.argmin(made.rest(op))) for op in range(len(space.ops))]
-    excess = dict.fromkeys(made.share, 0.0)
-    for op, k in zip(space.ops, chosen, strict=True):
-        block = space.folding.segments[op.name]
-        if block in excess:
-            times = prices.overlap * prices.microbatches * space.folding.kinds.count(block)
-            excess[block] -= times * space.costs[op.name][k].backward
-    for factor in made.factors:
-        if isinstance(factor, Kept) and factor.block is not None:
-            at = tuple(int(p[chosen[op]]) for p, op in zip(factor.places, factor.ops, strict=True))
-            costs = np.moveaxis(factor.by_stored(made.share[factor.block]), 0, -1)
-            stored = int(np.argmin(costs[at]))
-            reduce = max(r[stored, column] for r, column in zip(factor.reduce, at, strict=True))
-            excess[factor.block] += reduce * factor.scale
-    for block, more in excess.items():
-        made.share[block] = min(1.0, max(0.0, made.share[block] + math.copysign(step, more)))
-    made.price()
-    made.add_up()

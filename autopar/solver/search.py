@@ -121,9 +121,10 @@ def search_meshes(task: Task, meshes: Sequence[Mesh], build: Build, started: flo
     """
     state = _State(task, build, started)
     small = [m for m in meshes if len(m.axes) < MAX_AXES]
-    floors = {mesh: lower_bound(build(mesh, None)) for mesh in small}
+    spaces = {mesh: build(mesh, None) for mesh in small}
+    floors = {mesh: lower_bound(space) for mesh, space in spaces.items()}
     for mesh in sorted(small, key=lambda m: (floors[m], m.sizes)):
-        state.consider(mesh, floors[mesh])
+        state.consider(mesh, floors[mesh], spaces.pop(mesh))
     ideal = ideal_bound(task)
 
     def promise(mesh: Mesh) -> tuple[float, tuple[int, ...]]:
@@ -157,8 +158,8 @@ class _State:
         simpler = self.best is not None and axes < len(self.best.axes)
         return self.incumbent * (1 + self.task.gap if simpler else 1 - self.task.gap)
 
-    def consider(self, mesh: Mesh, floor: float) -> None:
-        """Solve one mesh, as far as it may beat the incumbent."""
+    def consider(self, mesh: Mesh, floor: float, space: Space | None = None) -> None:
+        """Solve one mesh, as far as it may beat the incumbent; ``space``: what there is to choose, if it is known."""
         limit = self.limit(len(mesh.axes))
         if floor >= limit:
             self.note(mesh, floor)
@@ -168,7 +169,7 @@ class _State:
             self.proven = False
             return
         try:
-            plan = solve_stage(self.task, self.build(mesh, None), self.started, limit)
+            plan = solve_stage(self.task, space or self.build(mesh, None), self.started, limit)
         except InfeasiblePlan as error:
             if self.failure is None or error.short_bytes < self.failure.short_bytes:
                 self.failure = error

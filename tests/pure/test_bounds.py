@@ -99,7 +99,7 @@ def test_no_bound_is_above_the_optimum(seed: int, sizes: tuple[int, ...], overla
     space = space_of(bound, sizes, overlap=overlap, intra_node_bandwidth=rng.choice([1e7, 1e9]))
     made, best = bounds(space), optimum(space)
     assert made.total <= best * (1 + 1e-6)
-    assert made.total >= best * (0.98 if overlap == 0 else 0.8)  # and they say something
+    assert made.total >= best * (0.98 if overlap == 0 else 0.9)  # and they say something
     for op, values in zip(space.ops, made.strategies, strict=True):
         assert values.max() < np.inf
         for k in rng.sample(range(len(values)), min(2, len(values))):
