@@ -42,9 +42,10 @@ from autopar.passes.resolve import Resolved, Stored
 from autopar.plan import find_path
 from autopar.program import OutputName, call_arguments, is_tensor, module_path, place
 from autopar.rules.analysis import Operation, View
-from autopar.rules.derive import Strategy, algorithm_of, factor_size
+from autopar.rules.derive import Strategy, algorithm_of
 from autopar.rules.factors import relabel
 from autopar.rules.notation import Rule, Traffic
+from autopar.rules.work import factor_size
 from autopar.runtime.collectives import Step, convert
 from autopar.runtime.kernels.parts import AxisCut, Part
 from autopar.runtime.parameters import use

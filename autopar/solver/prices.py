@@ -22,8 +22,10 @@ from autopar.cost_model.profiler import Profile, op_key
 from autopar.layout import I, Layout, P, R, S, Shape, State, conversion, dual, largest_local_numel, local_shape
 from autopar.program import target_name
 from autopar.rules.analysis import Operation, Value
-from autopar.rules.derive import Choice, Strategy, algorithm_of, factor_size, is_paired, local_flops, local_sum
-from autopar.rules.notation import Algorithm, Rule
+from autopar.rules.derive import Choice, Strategy, algorithm_of, is_paired
+from autopar.rules.notation import Algorithm
+from autopar.rules.work import factor_size, local_flops, local_sum
+from autopar.solver.gemm import gemm_shape, is_gemm, short_name
 
 # An algorithm that combines parts of statistics (softmax, normalisation) reduces one number per row this many times.
 _STATISTICS_FORWARD, _STATISTICS_BACKWARD = 2, 1
@@ -39,14 +41,6 @@ _COPIES = {
     "all-to-all": 2.0,
 }
 BUCKET = 25e6  # bytes of gradients that are reduced at once, as in torch's DistributedDataParallel
-
-_SHORT_NAMES = {
-    "layer_norm": "native_layer_norm",
-    "dropout": "native_dropout",
-    "cross_entropy_sum": "log_softmax",
-    "_softmax": "softmax",
-    "_log_softmax": "log_softmax",
-}
 
 
 class OpPrice(NamedTuple):
@@ -157,10 +151,10 @@ class Prices:
         gemm, shape = is_gemm(op), None
         if gemm:
             flops = local_flops(rule, strategy, self.sizes)
-            shape = _gemm_shape(op, strategy, self.sizes, steps)
+            shape = gemm_shape(op, strategy, self.sizes, steps)
         else:
             elements = max(self.numel(v.shape, layout) for v, layout in self._largest(strategy, ins, outs))
-            flops = elements * ELEMENT_OPS.get(_short_name(op), 1)
+            flops = elements * ELEMENT_OPS.get(short_name(op), 1)
         forward = op_seconds(
             flops,
             moved,
@@ -387,49 +381,6 @@ def local_key(
     return op_key(target_name(op.node), local(ins, strategy.ins), local(outs, strategy.outs))
 
 
-def is_gemm(op: Operation) -> bool:
-    """Whether matmul units do the arithmetic: a contraction, or attention."""
-    rule = op.rule
-    return bool(rule.flops) and (
-        (bool(rule.sums) and any(len(t) > 1 for t in rule.form))
-        or "attention" in _short_name(op)
-        or _short_name(op) == "experts"
-    )
-
-
-def _short_name(op: Operation) -> str:
-    name = target_name(op.node).split(".")[1]
-    return _SHORT_NAMES.get(name, name)
-
-
-def _gemm_shape(op: Operation, strategy: Strategy, sizes: Sequence[int], steps: int = 1) -> tuple[int, ...]:
-    """Local (M, N, K) of a contraction: factors of the first operand alone, of the second alone, and of both alone.
-
-    Of experts: the rows of one, and its first matrix.  What is walked is so in ``steps`` products.
-    """
-    first, rule = (0,) * len(sizes), op.rule
-    if _short_name(op) == "experts":
-        count, *matrix = local_shape(op.type.in_shapes[2], strategy.ins[2], sizes, first)
-        rows = local_sum([(1 / op.type.in_shapes[2][0], ("s", "e"))], rule, strategy, sizes)
-        return max(1, round(rows / max(count, 1))), *matrix
-    a, b = ({f for dims in rule.ins[i] for f in dims} for i in _operands(rule))
-    out = {f for dims in rule.outs[0] for f in dims}
-    walked = {c.partner[0] for c in strategy.choices if c.partner is not None}
-
-    def size(factor: str) -> int:
-        whole = factor_size(rule, strategy, factor, sizes, first)
-        return -(-whole // steps) if factor in walked else whole
-
-    return tuple(
-        max(1, math.prod(size(f) for f in sorted(group)))
-        for group in ((a & out) - b, (b & out) - a or b - a, (a & b) - out)
-    )
-
-
-def _operands(rule: Rule) -> tuple[int, int]:
-    return next(((t[0], t[1]) for t in rule.form if len(t) > 1), (0, 1))
-
-
 def saved_inputs(op: Operation) -> tuple[int, ...]:
     """Inputs that autograd keeps: of a product only those whose partner has a gradient."""
     if not any(op.type.differentiable_outs):
@@ -466,7 +417,6 @@ __all__ = [
     "Prices",
     "full_states",
     "gradient_states",
-    "is_gemm",
     "prices",
     "saved_inputs",
     "saved_outputs",

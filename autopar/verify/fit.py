@@ -23,9 +23,10 @@ from autopar.layout import (
 )
 from autopar.program import args_of
 from autopar.rules.analysis import Analysis, Operation
-from autopar.rules.derive import Choice, Strategy, apply, factor_size, splittable
+from autopar.rules.derive import Choice, Strategy, apply, splittable
 from autopar.rules.factors import Cut, dimension_cut, factor_cut
 from autopar.rules.notation import Algorithm
+from autopar.rules.work import factor_size
 from autopar.runtime.kernels.parts import AxisCut, Part
 from autopar.verify.moves import Mistyped
 from autopar.verify.numbering import RESHAPE, arguments_by_name

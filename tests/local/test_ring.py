@@ -31,8 +31,9 @@ from autopar.passes.fold import expand
 from autopar.passes.resolve import resolve
 from autopar.program import target_name
 from autopar.rules.analysis import causal_share, contract
-from autopar.rules.derive import Choice, apply, axis_choices, crowding, parse_choice
+from autopar.rules.derive import Choice, apply, axis_choices, parse_choice
 from autopar.rules.factors import Cut
+from autopar.rules.work import crowding
 from autopar.runtime.collectives import Axis
 from autopar.runtime.kernels import blocks
 from autopar.runtime.kernels.attention import attention

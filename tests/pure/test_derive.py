@@ -13,9 +13,10 @@ from autopar import api
 from autopar.layout import I, Layout, P, R, S
 from autopar.program import target_name
 from autopar.rules.analysis import Analysis, Operation, contract
-from autopar.rules.derive import Choice, OpType, apply, axis_choices, local_flops, parse_choice, strategies
+from autopar.rules.derive import Choice, OpType, apply, axis_choices, parse_choice, strategies
 from autopar.rules.factors import Cut, common_refinement, relabel
 from autopar.rules.notation import Algorithm, bind, define
+from autopar.rules.work import local_flops
 
 
 def op_type(signature: str, shapes: dict[str, tuple[int, ...]], out: tuple[int, ...], **roles: str) -> OpType:
