@@ -220,8 +220,18 @@ def gpt_oss(implementation: str) -> Case:
     return Case(model, {"input_ids": ids, "labels": ids.clone()})
 
 
-@pytest.mark.parametrize("make", [mixtral, qwen, gpt_oss])
-@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
+@pytest.mark.parametrize(
+    ("make", "implementation"),
+    [
+        (mixtral, "batched_mm"),
+        (qwen, "grouped_mm"),
+        (gpt_oss, "batched_mm"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((mixtral, "grouped_mm"), (qwen, "batched_mm"), (gpt_oss, "grouped_mm"))
+        ),
+    ],
+)
 def test_hugging_faces_experts_are_one_op(make: Callable[[str], Case], implementation: str) -> None:
     ops = ops_of(make(implementation))
     assert ops.count(EXPERTS) == 1
