@@ -123,7 +123,7 @@ def test_a_narrow_program_is_smaller_and_has_the_same_optimum() -> None:
     assert narrow(made, made.total * 0.99) is None  # nothing is faster than the bound
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(k, marks=pytest.mark.slow) for k in range(3, 8))])
 def test_narrowed_programs_equal_brute_force(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without a limit of memory, which the bounds leave out."""
     monkeypatch.setattr(stage, "_DIRECT", 0)
@@ -150,7 +150,7 @@ class _Tiny(random.Random):
         return 2 if options == [4, 6, 8] else super().choice(options)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_three_axes_equal_brute_force(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "_DIRECT", 0)
     bound, mesh = random_program(_Tiny(seed), 2), Mesh(("a", "b", "c"), (2, 2, 2))
