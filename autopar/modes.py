@@ -17,7 +17,8 @@ and more than half of the arithmetic of products must follow a pattern for it to
                               products split the sequence
     tensor 2D         x y     x: batch or sequence, weights stored split over x
                               y: columns, inputs stored split over y along their features, or streamed
-    tensor 2.5D       d x y   2D, and d: batch or sequence again, weights stored whole over d
+    tensor 2.5D       d x y   2D, and d: batch or sequence again, weights stored whole over d; not where attention has
+                              an algorithm for the sequence on d, which is 2D beside a sequence split
     tensor 3D         x y z   x: as of 2D; y and z: columns on one and contraction on the other
     sequence split    s       sequence; with "Ulysses": attention splits heads; with "ring attention": by its ring
     expert parallel   e       the experts of a mixture; with "token exchange": tokens travel to their experts
@@ -90,7 +91,7 @@ def groups(plan: Plan, bound: Bound, known: Meanings | None = None) -> tuple[Gro
     expanded = expand(plan, bound, analysis)
     seen = _look(plan, analysis, expanded.choices, known or meanings(bound))
     matrices = {node for node in bound.program.parameters if len(bound.values[node].shape) > 1}
-    products = [(op, weight_input(op, analysis)) for op in analysis.operations]
+    products = [(op, _matrix(op, analysis)) for op in analysis.operations]
     weights = {analysis.root(op.inputs[w]) for op, w in products if w is not None}
     stages, stored = (
         [_zero(a, plan, analysis, expanded.parameters, nodes) for a in range(len(plan.axes))]
@@ -123,6 +124,11 @@ def weight_input(op: Operation, analysis: Analysis) -> int | None:
         if value.kind == "parameter" and len(value.shape) > 1:
             return i
     return None
+
+
+def _matrix(op: Operation, analysis: Analysis) -> int | None:
+    """As `weight_input`, but for products of experts, which have a name of their own."""
+    return None if target_name(op.node) == EXPERTS_OP else weight_input(op, analysis)
 
 
 def role(op: Operation, weight: int, choice: Choice, known: Meanings) -> str:
@@ -171,6 +177,11 @@ class _Axis:
     def rows(self) -> int:
         return self.work[BATCH] + self.work[SEQUENCE]
 
+    @property
+    def has_own_split(self) -> bool:
+        """Whether it is known by how attention splits the sequence on it."""
+        return self.work[SEQUENCE] > self.work[BATCH] and _most(self.attention) in (ULYSSES, RING, STRIPED)
+
 
 @dataclass(slots=True)
 class _Seen:
@@ -191,7 +202,7 @@ def _look(plan: Plan, analysis: Analysis, choices: Mapping[str, tuple[str, ...]]
     for op in analysis.operations:
         parsed = [parse_choice(text, op.rule) for text in choices[op.name]]
         made |= dict.fromkeys(op.outputs, tuple(known.of(op, c) for c in parsed))
-        weight = weight_input(op, analysis)
+        weight = _matrix(op, analysis)
         flops = int(sum(c * math.prod(op.rule.sizes[f] for f in factors) for c, factors in op.rule.flops))
         roles = [WHOLE if weight is None else role(op, weight, c, known) for c in parsed]
         seen.total += flops if weight is not None and PER_EXPERT not in roles else 0
@@ -220,6 +231,10 @@ def _look(plan: Plan, analysis: Analysis, choices: Mapping[str, tuple[str, ...]]
     return seen
 
 
+def _most(kinds: Counter[str]) -> str:
+    return max(sorted(kinds), key=lambda kind: kinds[kind], default="")
+
+
 def _attention(op: Operation, choice: Choice, known: Meanings, ranks: int) -> str:
     if choice.kind == RING_KIND:
         return STRIPED if choice.cut.m > 1 and choice.cut.N * choice.cut.u == ranks else RING
@@ -230,10 +245,11 @@ def _joint(seen: _Seen, stages: list[int]) -> dict[tuple[int, ...], str]:
     """Groups of axes that make one tensor mode, with its name; no axis is in two."""
     most = _MOST * seen.total
     rows = [a for a, axis in enumerate(seen.axes) if axis.rows > most]
-    split = sorted((a for a in rows if stages[a]), key=lambda a: (seen.axes[a].streamed <= most, -a))
+    own = {a for a in rows if seen.axes[a].has_own_split}
+    split = sorted((a for a in rows if stages[a]), key=lambda a: (a in own, seen.axes[a].streamed <= most, -a))
     if not split or not seen.total:
         return {}
-    x, whole = split[0], [a for a in rows if not stages[a]]
+    x, whole = split[0], [a for a in rows if not stages[a] and a not in own]
     for (y, z), work in seen.turns.items():
         if work > most:
             return {tuple(sorted((x, y, z))): f"{TENSOR_3D} ({_operands(seen, x, y, z)})"}
@@ -262,7 +278,7 @@ def _alone(axis: _Axis, stage: int) -> list[str]:
     if axis.work[COLUMNS] + axis.work[CONTRACTION] > _MOST * total:
         return [TENSOR_1D, *([SEQUENCE_SPLIT] if axis.sequence else [])]
     if axis.work[SEQUENCE] > _MOST * total:
-        found = max(sorted(axis.attention), key=lambda kind: axis.attention[kind], default="")
+        found = _most(axis.attention)
         return [SEQUENCE_SPLIT, *{ULYSSES: [ULYSSES], RING: [RING], STRIPED: [RING, STRIPED]}.get(found, [])]
     return [REPLICATED if axis.work[WHOLE] > _MOST * total else MIXED]
 

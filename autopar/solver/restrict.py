@@ -16,6 +16,7 @@ weights of products are stored as the mode says: split over rows, columns and tu
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -91,9 +92,12 @@ def restriction(form: Form, analysis: Analysis, folding: Folding, known: Meaning
     turning: dict[str, bool] = {}
     for op in ops:
         judged = [_judged(form, axis, op, analysis, known) for axis in range(len(form.roles))]
-        if _is_attention(op, analysis, known):
-            _check_attention(form, op, [a for a, levels in enumerate(judged) if not levels[0] + levels[1]], known)
         found = _strictest(form, op, judged, analysis, known)
+        if _is_attention(op, analysis, known):
+            fitting = [frozenset(levels[_WANTED] + levels[_ELSE]) for levels in judged]
+            alone = [a for a in form.axes(RING, *_BY_HEADS) if not fitting[a]]
+            joint = [a for a in form.axes(RING, *_BY_HEADS) if found is not None and found[0][a] > fitting[a]]
+            _check_attention(form, op, alone or joint, known, jointly=not alone)
         if found is None:  # not even whole: build says so
             allowed[op.name] = tuple(frozenset(_options(op, a, analysis)) for a in range(len(form.roles)))
             continue
@@ -260,10 +264,17 @@ def _refused(form: Form, **parts: object) -> InfeasiblePlan:
     return InfeasiblePlan(f"{form.title} cannot be on a mesh of {form.mesh}", **parts)  # type: ignore[arg-type]
 
 
-def _check_attention(form: Form, op: Operation, lacking: Sequence[int], known: Meanings) -> None:
+def _check_attention(form: Form, op: Operation, lacking: Sequence[int], known: Meanings, *, jointly: bool) -> None:
+    """Refuse attention that is whole on an axis on which its heads, or its rows, are to be split.
+
+    lacking: the axes on which it would be whole.  jointly: there is enough for each of them, but not for all.
+    """
+    rule = op.rule
+    heads = [rule.sizes[f] for f in known.has(op, FEATURES) if is_heads(op, Choice("split", f), known)]
+    rows = [rule.sizes[f] for f in ("s", "t") if f in rule.factors]
     for axis in lacking:
-        n, wanted = form.mesh.sizes[axis], form.roles[axis]
-        if wanted == RING:
+        wanted = form.roles[axis]
+        if wanted == RING and not any(a.name == RING_KIND for a in rule.algorithms):
             raise _refused(
                 form,
                 where=place(op.node),
@@ -271,16 +282,25 @@ def _check_attention(form: Form, op: Operation, lacking: Sequence[int], known: M
                 got=f"{op.name}, which cannot",
                 hint="use attn_implementation='sdpa', or another sequence split",
             )
-        if wanted in (COLUMNS, TENSOR, TURN, ULYSSES):
-            heads = [op.rule.sizes[f] for f in known.has(op, FEATURES) if is_heads(op, Choice("split", f), known)]
-            got = " and ".join(f"{h} heads, {h} = {_parts(h, n)}" for h in heads) or "1 head"
-            raise _refused(
-                form,
-                where=place(op.node),
-                expected=f"heads for each of the {n} ranks of {form.name(axis)}",
-                got=got + ("" if len(heads) < 2 else " (of keys and values, and of queries for each)"),
-                hint=f"a mesh with fewer ranks on {form.mesh.axes[axis]}, or another mode",
-            )
+        sizes, what = (rows, "rows") if wanted == RING else (heads, "heads")
+        axes = [axis]
+        if jointly:
+            axes = form.axes(RING, *_ALSO_ROWS) if wanted == RING else form.axes(*_BY_HEADS)
+        n = math.prod(form.mesh.sizes[a] for a in axes)
+        got = " and ".join(f"{h} {what}, {h} = {_parts(h, n)}" for h in sizes) or f"1 {what.rstrip('s')}"
+        pair = {"rows": " (of queries, and of keys)", "heads": " (of keys and values, and of queries for each)"}[what]
+        raise _refused(
+            form,
+            where=place(op.node),
+            expected=f"{what} for each of the {n} ranks of {' '.join(map(form.name, axes))}"
+            + (", equally many on all axes but the last" if len(axes) > 1 else ""),
+            got=got + ("" if len(sizes) < 2 else pair),
+            hint=f"a mesh with fewer ranks on {form.mesh.axes[axis]}, or another mode",
+        )
+
+
+_BY_HEADS = (COLUMNS, TENSOR, TURN, ULYSSES)  # roles that attention takes with its heads
+_ALSO_ROWS = (ROWS, DEPTH)  # and those that may split the rows that a ring does
 
 
 def _parts(size: int, n: int) -> str:

@@ -19,6 +19,7 @@ from autopar.verify.trial import Outcome, same
 # relative to the largest entry of each tensor, by the narrowest type that the model computes in
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
 _NARROW_CASTS = 1e-5  # of a float64 model that casts some values to fewer bits
+_ROUNDING = 16  # units in the last place of the largest gradient: what is left of one that is zero, as of keys' bias
 
 
 def check_eager(
@@ -57,8 +58,10 @@ def check_eager(
             grad = trained[weight.name].grad
             key = f"the gradient of {weight.name}"
             found[key] = torch.zeros_like(trained[weight.name]) if grad is None else grad
+    largest_of_all = max((float(g.abs().nan_to_num().max()) for g in found.values() if g.numel()), default=0.0)
+    rounding = _ROUNDING * max((torch.finfo(t).eps for t in types), default=0.0) * largest_of_all
     for name, got in found.items():
-        if not same(got.double(), expected.results[name], tolerance):
+        if not same(got.double(), expected.results[name], tolerance, rounding):
             off = float((got.double() - expected.results[name]).abs().max())
             largest = float(expected.results[name].abs().max())
             what = f"{name} of the model itself is another one than that of the program captured of it"

@@ -194,10 +194,10 @@ def install(module: ParallelModule, graph: RankGraph) -> None:
 # ------------------------------------------------------------------------------------------------ compared
 
 
-def same(got: Tensor, wanted: Tensor, rtol: float = RTOL) -> bool:
+def same(got: Tensor, wanted: Tensor, rtol: float = RTOL, atol: float = ATOL) -> bool:
     if got.shape != wanted.shape:
         return False
     if not (wanted.is_floating_point() or wanted.is_complex()):
         return bool(torch.equal(got, wanted))
     scale = float(wanted.abs().nan_to_num().max()) if wanted.numel() else 0.0
-    return bool(torch.allclose(got.to(wanted.dtype), wanted, rtol=rtol, atol=max(ATOL, rtol * scale), equal_nan=True))
+    return bool(torch.allclose(got.to(wanted.dtype), wanted, rtol=rtol, atol=max(atol, rtol * scale), equal_nan=True))

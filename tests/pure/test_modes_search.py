@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
-from models import MODELS
+from models import MODELS, mixture
 from test_fold import bind
 from test_solver import cluster, gpt2
 from torch import Tensor, nn
@@ -99,6 +99,25 @@ def test_2d_over_depth_is_25d_unless_weights_are_split_over_it(small: Bound) -> 
     assert any("d:P" in move.partition(" > ")[0] for move in weight.final)  # gradients are reduced over depth
     found = solve(small, machines, search=Search(mesh=mesh, tensor_modes="2d gathered", zero=1, sequence="none"))
     assert describe(found, small).startswith("d: data parallel, ZeRO-1; x, y: tensor 2D (gathered)")
+
+
+@pytest.mark.parametrize(("split", "said"), [("ring", "ring attention"), ("ulysses", "Ulysses")])
+def test_2d_beside_a_sequence_split_is_called_both(small: Bound, split: str, said: str) -> None:
+    plan = solve(
+        small,
+        cluster(8, intra_node_latency=0.0, peak_flops=1e8),
+        search=Search(mesh={"x": 2, "y": 2, "s": 2}, tensor_modes="2d gathered", sequence=split),
+        gap=0.05,
+    )
+    names = dict(groups(plan, small))
+    assert names["x", "y"][0] == "tensor 2D (gathered)" and names["s",] == ("sequence split", said)
+
+
+def test_experts_do_not_hide_the_mode_of_other_products() -> None:
+    case = mixture()
+    bound = understand(case.model, case.batch, case.loss_fn)
+    plan = solve(bound, cluster(8, intra_node_latency=0.0, peak_flops=1e8), search=Search(tensor_modes="3d gathered"))
+    assert describe(plan, bound).startswith("x, y, z: tensor 3D (gathered)")
 
 
 def test_3d_turns_from_one_product_to_the_next(small: Bound) -> None:
@@ -212,6 +231,10 @@ FIVE_HEADS = "5 heads, 5 = 2+2+1+0"
         (4, {"mesh": {"tp": 4}, "sequence": "megatron"}, InfeasiblePlan, [FIVE_HEADS, "1D with sequence split"]),
         (4, {"mesh": {"sp": 4}, "sequence": "ulysses"}, InfeasiblePlan, [FIVE_HEADS]),
         (16, {"mesh": {"x": 4, "y": 4}, "tensor_modes": "2d"}, InfeasiblePlan, [FIVE_HEADS, "2D cannot be", "x=4 y=4"]),
+        (8, {"mesh": {"tp": 4, "sp": 2}, "tensor_modes": "1d", "sequence": "ulysses"}, InfeasiblePlan, [FIVE_HEADS]),
+        (6, {"mesh": {"tp": 3, "sp": 2}, "tensor_modes": "1d", "sequence": "ulysses"}, InfeasiblePlan,
+         ["6 ranks of tp=3 sp=2", "5 heads, 5 = 1+1+1+1+1+0"]),
+        (5, {"sequence": "ring"}, InfeasiblePlan, ["5 ranks of cp=5", "8 rows, 8 = 2+2+2+2+0"]),
         (4, {"mesh": {"x": 2, "y": 2}, "tensor_modes": "2.5d"}, PlanError, ["2.5D needs 3", "x=2 y=2"]),
         (7, {"tensor_modes": "2d"}, PlanError, ["2D needs 2", "7 ranks"]),
         (4, {"tensor_modes": "3d"}, PlanError, ["3D needs 3", "4 ranks"]),
