@@ -25,8 +25,9 @@ and more than half of the arithmetic of products must follow a pattern for it to
     vocabulary split  v       the algorithm of an embedding or a loss
     replicated        r       whole
 
-2D, 2.5D and 3D say in brackets whether operands are gathered or streamed.  Data parallelism with weights stored split
-(ZeRO) over x and columns on y is 2D exactly where activations too are stored split over y.
+2D, 2.5D and 3D say in brackets whether operands are gathered or streamed, and "Ulysses" or "ring attention" where one
+of their axes splits attention so.  Data parallelism with weights stored split (ZeRO) over x and columns on y is 2D
+exactly where activations too are stored split over y.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from autopar.layout import S, parse_layout
@@ -98,7 +99,7 @@ def groups(plan: Plan, bound: Bound, known: Meanings | None = None) -> tuple[Gro
         for nodes in (matrices, weights)
     )
     joint = _joint(seen, stored)
-    names: dict[tuple[int, ...], list[str]] = {axes: [name] for axes, name in joint.items()}
+    names = {axes: [name, *_own_splits(seen.axes[a] for a in axes)] for axes, name in joint.items()}
     taken = set(itertools.chain(*joint))
     names |= {(a,): _alone(axis, stages[a]) for a, axis in enumerate(seen.axes) if a not in taken}
     for axes, said in names.items():
@@ -180,7 +181,7 @@ class _Axis:
     @property
     def has_own_split(self) -> bool:
         """Whether it is known by how attention splits the sequence on it."""
-        return self.work[SEQUENCE] > self.work[BATCH] and _most(self.attention) in (ULYSSES, RING, STRIPED)
+        return self.work[SEQUENCE] > self.work[BATCH] and _most(self.attention) in _SPLITS
 
 
 @dataclass(slots=True)
@@ -270,6 +271,13 @@ def _operands(seen: _Seen, x: int, *others: int) -> str:
     return "streamed" if all(streamed) else "partly streamed" if any(parts) else "gathered"
 
 
+_SPLITS = {ULYSSES: [ULYSSES], RING: [RING], STRIPED: [RING, STRIPED]}  # by what attention does most
+
+
+def _own_splits(axes: Iterable[_Axis]) -> list[str]:
+    return list(dict.fromkeys(name for axis in axes if axis.has_own_split for name in _SPLITS[_most(axis.attention)]))
+
+
 def _alone(axis: _Axis, stage: int) -> list[str]:
     """The names of an axis that acts on its own."""
     total = sum(axis.work.values()) or 1
@@ -279,7 +287,7 @@ def _alone(axis: _Axis, stage: int) -> list[str]:
         return [TENSOR_1D, *([SEQUENCE_SPLIT] if axis.sequence else [])]
     if axis.work[SEQUENCE] > _MOST * total:
         found = _most(axis.attention)
-        return [SEQUENCE_SPLIT, *{ULYSSES: [ULYSSES], RING: [RING], STRIPED: [RING, STRIPED]}.get(found, [])]
+        return [SEQUENCE_SPLIT, *_SPLITS.get(found, [])]
     return [REPLICATED if axis.work[WHOLE] > _MOST * total else MIXED]
 
 

@@ -113,6 +113,13 @@ def test_2d_beside_a_sequence_split_is_called_both(small: Bound, split: str, sai
     assert names["x", "y"][0] == "tensor 2D (gathered)" and names["s",] == ("sequence split", said)
 
 
+def test_a_ring_keeps_its_name_where_its_axis_is_one_of_2d(small: Bound) -> None:
+    """Weights that are stored split over the ring, beside columns, are 2D."""
+    search = Search(mesh={"dp": 2, "cp": 2}, sequence="ring", zero=3)
+    plan = solve(small, cluster(intra_node_latency=0.0, peak_flops=1e8), search=search, gap=0.05)
+    assert "ring attention" in describe(plan, small)
+
+
 def test_experts_do_not_hide_the_mode_of_other_products() -> None:
     case = mixture()
     bound = understand(case.model, case.batch, case.loss_fn)
