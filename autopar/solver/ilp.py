@@ -20,7 +20,7 @@ from autopar.rules.analysis import Bound, Operation, contract
 from autopar.rules.derive import Strategy
 from autopar.rules.meaning import Meanings, meanings
 from autopar.solver.forced import search_forms
-from autopar.solver.forms import Form, forms
+from autopar.solver.forms import RING, Form, forms
 from autopar.solver.pins import Pinned, keeps, read_pins, restrict
 from autopar.solver.refine import fastest
 from autopar.solver.report import table
@@ -101,7 +101,8 @@ def solve(
     known = meanings(bound)
 
     def build_form(form: Form) -> Space:
-        pins, analysis = pinned.get(form.mesh, {}), contract(bound, form.mesh.sizes)
+        balanced = True if RING in form.roles else None  # who asks for a ring wants its ranks to do the same
+        pins, analysis = pinned.get(form.mesh, {}), contract(bound, form.mesh.sizes, balanced=balanced)
         made = restriction(form, analysis, task.folding, known)
 
         def keep(op: Operation, strategy: Strategy) -> bool:
