@@ -39,15 +39,15 @@ class Mode:
 
 
 MODES = (
-    Mode("data parallel", {"mesh": {"x": 4}, "tensor_modes": ("data parallel",)}),
-    Mode("1D", {"mesh": {"x": 4}, "tensor_modes": ("1d",)}),
-    Mode("1D x data parallel", {"mesh": {"x": 2, "y": 2}, "tensor_modes": ("1d",)}),
-    Mode("2D gathered", {"mesh": {"x": 2, "y": 2}, "tensor_modes": ("2d gathered",)}),
-    Mode("2D streamed", {"mesh": {"x": 2, "y": 2}, "tensor_modes": ("2d streamed",)}),
+    Mode("data parallel", {"mesh": {"x": 4}, "tensor_modes": "none", "sequence": "none"}),
+    Mode("1D", {"mesh": {"x": 4}, "tensor_modes": "1d", "sequence": "none"}),
+    Mode("1D x data parallel", {"mesh": {"x": 2, "y": 2}, "tensor_modes": "1d", "sequence": "none"}),
+    Mode("2D gathered", {"mesh": {"x": 2, "y": 2}, "tensor_modes": "2d gathered"}),
+    Mode("2D streamed", {"mesh": {"x": 2, "y": 2}, "tensor_modes": "2d streamed"}),
     Mode("Megatron", {"mesh": {"x": 4}, "sequence": "megatron"}),
-    Mode("Ulysses", {"mesh": {"x": 4}, "sequence": "ulysses"}),
-    Mode("ring", {"mesh": {"x": 4}, "sequence": "ring"}),
-    Mode("ring x Ulysses", {"mesh": {"x": 2, "y": 2}, "sequence": "ring+ulysses"}),
+    Mode("Ulysses", {"mesh": {"x": 4}, "tensor_modes": "none", "sequence": "ulysses"}),
+    Mode("ring", {"mesh": {"x": 4}, "tensor_modes": "none", "sequence": "ring"}),
+    Mode("ring x Ulysses", {"mesh": {"x": 2, "y": 2}, "tensor_modes": "none", "sequence": "ring+ulysses"}),
     Mode("the solver's own", {}),
 )
 

@@ -22,7 +22,7 @@ from autopar.runtime import collectives
 from autopar.runtime.collectives import Axis, Split
 from autopar.solver import sample as sampling
 
-SEEDS = {(2,): 6, (4,): 4, (2, 2): 5, (3, 2): 3, (2, 2, 2): 2}  # random plans per model, by mesh: 10 x 20 in all
+SEEDS = {(2,): 2, (4,): 2, (2, 2): 2, (3, 2): 1, (2, 2, 2): 1}  # random plans per model, by mesh: 10 x 8 in all
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -83,7 +83,7 @@ def enumerated(bound: Bound, n: int) -> dict[str, list[tuple[Pair, Strategy]]]:
     return out
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_enumerated_strategy_runs(
     prepared: Prepared, n: int, monkeypatch: pytest.MonkeyPatch, figure: Callable[[str], None]
 ) -> None:
@@ -137,7 +137,7 @@ ALL_REDUCE, TAKE_PART, ALL_GATHER = collectives.all_reduce, collectives.take_par
 def test_damaged_conversions_are_caught(name: str, damage: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """What these tests are worth: with one conversion wrong, a plan no longer equals one process."""
     prepared = prepare(MODELS["mlp"]())
-    plans = [sample(prepared.bound, (2,), seed) for seed in range(6)]
+    plans = [sample(prepared.bound, (2,), seed) for seed in range(12)]
     monkeypatch.setattr(collectives, name, damage)
     caught = 0
     for plan in plans:
