@@ -137,13 +137,13 @@ ALL_REDUCE, TAKE_PART, ALL_GATHER = collectives.all_reduce, collectives.take_par
 def test_damaged_conversions_are_caught(name: str, damage: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """What these tests are worth: with one conversion wrong, a plan no longer equals one process."""
     prepared = prepare(MODELS["mlp"]())
-    plans = [sample(prepared.bound, (2,), seed) for seed in range(12)]
+    plans = [sample(prepared.bound, (2,), seed) for seed in range(6)]
     monkeypatch.setattr(collectives, name, damage)
     caught = 0
     for plan in plans:
         try:
             assert_equals_one_process(prepared, plan, "damaged")
-        except (AssertionError, RuntimeError):  # wrong numbers, or rows that do not fit
+        except (AssertionError, RuntimeError, ValueError):  # wrong numbers, or rows that do not fit
             caught += 1
     assert caught >= 3, "most random plans contain every kind of conversion"
 
