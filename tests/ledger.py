@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar import api
-from autopar.layout import I, Layout, Mesh, Move, Shape, conversion, default_path, dual, format_layout, forward_layout
+from autopar.layout import I, Layout, Move, Shape, conversion, default_path, dual, format_layout, forward_layout
 from autopar.layout import parse_layout as parse
 from autopar.passes.emit import emit
 from autopar.passes.fold import expand
 from autopar.passes.resolve import Resolved, resolve
 from autopar.plan import ParameterDecision, Plan, format_move
-from autopar.rules.analysis import Analysis, Bound
+from autopar.rules.analysis import Bound
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.parameters import Gradients
 from autopar.solver import sample as sampling
@@ -136,17 +136,8 @@ def decided(
     ) -> list[Move]:
         return list(default_path(shape, src, dst, sizes))
 
-    def parameter(
-        name: str,
-        shape: Shape,
-        analysis: Analysis,
-        node: str,
-        wanted: Sequence[Layout],
-        mesh: Mesh,
-        rng: random.Random,
-        trained: bool,
-    ) -> ParameterDecision:
-        (used,) = wanted
+    def parameter(name: str, shape: Shape, *others: Any) -> ParameterDecision:
+        _, _, (used,), mesh, *_ = others
         kept, held = parse(stored.get(name, I), mesh.axes, shape), forward_layout(used)
         made = tuple(dual(s) for s in used)
         gather, final = (

@@ -126,20 +126,23 @@ def bert(padded: bool = True, dropout: float = 0.0, layers: int = 2, length: int
     return language_model(BertForMaskedLM, config, padded, length)
 
 
+# four heads of queries on two of keys and values
+GROUPED: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+    "use_cache": False,
+}
+
+
 def llama(padded: bool = False, layers: int = 2, length: int = SEQUENCE) -> Case:
     """Grouped queries: four heads of queries on two of keys and values."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=16,
-        use_cache=False,
-    )
+    config = LlamaConfig(num_hidden_layers=layers, **GROUPED)
     return language_model(LlamaForCausalLM, config, padded, length)
 
 
@@ -147,17 +150,7 @@ def mistral(window: int = 3, layers: int = 1, length: int = SEQUENCE) -> Case:
     """Grouped queries that see no further back than ``window`` positions."""
     from transformers import MistralConfig, MistralForCausalLM
 
-    config = MistralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=16,
-        sliding_window=window,
-        use_cache=False,
-    )
+    config = MistralConfig(num_hidden_layers=layers, sliding_window=window, **GROUPED)
     return language_model(MistralForCausalLM, config, False, length)
 
 
@@ -195,19 +188,8 @@ def mixtral(
     """A mixture of experts, two for each token, that computes its experts as ``implementation`` says."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    config = MixtralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=10,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=16,
-        num_local_experts=experts,
-        num_experts_per_tok=2,
-        use_cache=False,
-        **options,
-    )
+    sizes = {**GROUPED, "intermediate_size": 10, "num_local_experts": experts, "num_experts_per_tok": 2}
+    config = MixtralConfig(num_hidden_layers=layers, **sizes, **options)
     config._experts_implementation = implementation
     return language_model(MixtralForCausalLM, config, padded)
 

@@ -103,14 +103,14 @@ def _restored(x: Tensor, like: Tensor) -> Tensor:
     return torch.view_as_complex(x) if like.is_complex() else x
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type in which terms of a sum are added: 16-bit floats in fp32."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """Sum over the axis, in a tensor of its own; 16-bit floats are summed in fp32."""
-    term = x.to(wide(x.dtype))
+    term = x.to(sum_dtype(x.dtype))
     buffer = _carried(term)
     if term is x and x.is_contiguous():  # then it is the caller's own memory
         buffer = buffer.clone()
@@ -127,7 +127,7 @@ def start_broadcast(x: Tensor, axis: Axis, source: int) -> Any:
 
 def start_reduce(x: Tensor, axis: Axis, target: int) -> tuple[Tensor, Any]:
     """Start to add up every rank's ``x``, which is lost: (what then is the sum on rank ``target``, work or None)."""
-    term = x.to(wide(x.dtype)).contiguous()
+    term = x.to(sum_dtype(x.dtype)).contiguous()
     if axis.size == 1 or not x.numel():
         return term, None
     return term, dist.reduce(_carried(term), group=axis.group, group_dst=target, async_op=True)
@@ -225,7 +225,7 @@ def all_gather(x: Tensor, split: Split, axis: Axis) -> Tensor:
 
 def reduce_scatter(x: Tensor, split: Split, axis: Axis) -> Tensor:
     """This rank's shard of the sum; 16-bit floats are summed in fp32."""
-    term = x.to(wide(x.dtype))
+    term = x.to(sum_dtype(x.dtype))
     rows = _carried(stack_parts(term, split, axis).reshape(-1))
     row = reduce_rows(rows, axis)
     return unstack_part(_restored(row, term), split, axis, tuple(x.shape)).to(x.dtype)

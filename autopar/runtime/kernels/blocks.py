@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.runtime.collectives import sum_dtype
 from autopar.runtime.kernels.dropout import keep_mask
 
 aten = torch.ops.aten
@@ -71,7 +72,7 @@ class Gradients(NamedTuple):
 
 def wide(x: Tensor) -> Tensor:
     """``x`` in a type that sums are made in."""
-    return x if x.dtype is torch.float64 else x.float()
+    return x.to(sum_dtype(x.dtype))
 
 
 def is_hidden(block: Block, rows: int, keys: int) -> bool:

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopar.runtime.collectives import exchange_counts, exchange_rows
-from autopar.runtime.kernels.parts import Part, local_index, positions
+from autopar.runtime.kernels.parts import Part, local_index, on_rank, positions
 
 Step = tuple[str, Sequence[Any], Mapping[str, Any]]
 LINEAR, TAKE, PIECE = "linear", "take", "piece"
@@ -63,11 +62,8 @@ def experts_exchange(
 ) -> Tensor:
     """`experts` where ranks have other rows and other experts: rows go to the rank of their expert and come back."""
     held = pairs["s"]
-    (cut,) = held.cuts
-    axis = cut.axis
-    of_rank = [
-        positions(Part(held.size, (cut._replace(axis=replace(axis, index=r)),)), ids.device) for r in range(axis.size)
-    ]
+    axis = held.cuts[0].axis
+    of_rank = [positions(on_rank(held, axis, r), ids.device) for r in range(axis.size)]
     place = torch.empty(held.size + 1, dtype=torch.long, device=ids.device)  # of an expert among all, rank by rank
     place[torch.cat(of_rank)] = torch.arange(held.size, device=ids.device)
     place[held.size] = held.size

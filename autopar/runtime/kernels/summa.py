@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from autopar.runtime.collectives import Axis, start_broadcast, start_reduce, wide
+from autopar.runtime.collectives import Axis, start_broadcast, start_reduce, sum_dtype
 from autopar.runtime.kernels.parts import AxisCut, Part, positions
 
 
@@ -200,10 +200,10 @@ def _multiply(x: Tensor, w: Tensor, bias: Tensor | None, way: Walk) -> Tensor:
     for _, a, b in _travel(way, x, w):
         if total is None:
             total = torch.mm(a, b.t()) if bias is None else torch.addmm(bias, a, b.t())
-        elif wide(x.dtype) is x.dtype:
+        elif sum_dtype(x.dtype) is x.dtype:
             total.addmm_(a, b.t())
         else:
-            total = total.to(wide(x.dtype)).add_(torch.mm(a, b.t()))
+            total = total.to(sum_dtype(x.dtype)).add_(torch.mm(a, b.t()))
         del a, b
     if total is None:  # this rank's part of the contraction is empty, and so is that of all that it talks to
         total = x.new_zeros(x.shape[0], w.shape[0])
