@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from autopar.errors import InfeasiblePlan, PlanError
-from autopar.plan import Plan, Solver
+from autopar.plan import Plan
 from autopar.solver.forms import Form
 from autopar.solver.report import why_not
 from autopar.solver.space import Space
-from autopar.solver.stage import Task, solve_stage
+from autopar.solver.stage import Task, settled, solve_stage
 
 _NOTES = 3  # other forms that a plan speaks of
 
@@ -50,14 +50,8 @@ def search_forms(task: Task, forms: Sequence[Form], build: Callable[[Form], Spac
             others.append((form, plan))
     if best is None:
         raise refusal or InfeasiblePlan("no mesh has a plan", where=str(task.cluster))
-    objective = best.solver.objective
-    bound = min([*bounds, objective])
-    gap = (objective - bound) / objective if objective else 0.0
-    late = time.perf_counter() > task.deadline
-    status = "optimal" if proven and gap <= task.gap else "time_limit" if late else "heuristic"
-    solver = Solver(status, objective, bound, gap, time.perf_counter() - started)
     notes = [why_not(_spoken(form), plan, best, task.limit) for form, plan in others[-_NOTES:]]
-    return msgspec.structs.replace(best, solver=solver, notes=tuple(notes))
+    return settled(task, msgspec.structs.replace(best, notes=tuple(notes)), bounds, started, proven)
 
 
 def _nearer(known: PlanError | None, error: PlanError) -> PlanError:

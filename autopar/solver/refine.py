@@ -9,15 +9,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-import msgspec
-
 from autopar.errors import InfeasiblePlan, PlanError
 from autopar.layout import I, Mesh, R
-from autopar.plan import Plan, Solver
+from autopar.plan import Plan
 from autopar.rules.analysis import Operation
 from autopar.rules.derive import Choice
 from autopar.solver.search import MAX_AXES, Build, ideal_bound, merged, search_meshes
-from autopar.solver.stage import Task, solve_stage
+from autopar.solver.stage import Task, settled, solve_stage
 
 _FIRST = 0.5  # part of the time that the plan to be refined may take
 
@@ -42,13 +40,7 @@ def fastest(task: Task, meshes: Sequence[Mesh], build: Build, started: float) ->
     if not plans:
         raise failure or InfeasiblePlan("no mesh has a plan", where=str(task.cluster))
     best = min(plans, key=lambda p: p.solver.objective)
-    if len(plans) == 1:
-        return best
-    objective, bound = best.solver.objective, min(p.solver.bound for p in plans)
-    gap = (objective - bound) / objective if objective else 0.0
-    status = "optimal" if gap <= task.gap else "heuristic" if best.solver.status == "optimal" else best.solver.status
-    solver = Solver(status, objective, bound, gap, time.perf_counter() - started)
-    return msgspec.structs.replace(best, solver=solver)
+    return best if len(plans) == 1 else settled(task, best, (p.solver.bound for p in plans), started)
 
 
 def refined(task: Task, mesh: Mesh, build: Build, started: float) -> Plan:
@@ -71,12 +63,7 @@ def refined(task: Task, mesh: Mesh, build: Build, started: float) -> Plan:
             if not isinstance(found, float):
                 best = found
                 kinds = {d.name: tuple(map(kind, d.choices)) for d in best.ops}
-    objective = best.solver.objective
-    bound = min(ideal_bound(task), objective)
-    gap = (objective - bound) / objective if objective else 0.0
-    late = time.perf_counter() > task.deadline
-    status = "optimal" if gap <= task.gap else "time_limit" if late else "heuristic"
-    return msgspec.structs.replace(best, solver=Solver(status, objective, bound, gap, time.perf_counter() - started))
+    return settled(task, best, (ideal_bound(task),), started)
 
 
 def _carried(task: Task, mesh: Mesh, build: Build, started: float, kinds: dict[str, tuple[str, ...]]) -> Plan:

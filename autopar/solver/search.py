@@ -12,13 +12,13 @@ import msgspec
 
 from autopar.errors import InfeasiblePlan, PlanError
 from autopar.layout import Mesh
-from autopar.plan import Plan, Solver
+from autopar.plan import Plan
 from autopar.rules.analysis import contract
 from autopar.solver.forms import SEQUENCE_SPLITS, TENSOR_MODES, as_names, shapes
 from autopar.solver.model import lower_bound
 from autopar.solver.report import why_not
 from autopar.solver.space import KeepChoice, Space
-from autopar.solver.stage import Task, figures, solve_stage
+from autopar.solver.stage import Task, figures, settled, solve_stage
 
 _NAMES = {1: ("d",), 2: ("dp", "tp"), 3: ("dp", "tp", "cp")}
 MAX_AXES = 3
@@ -198,14 +198,9 @@ class _State:
         if self.best is None:
             raise self.failure or InfeasiblePlan("no mesh has a plan", where=str(self.task.cluster))
         best = self.best
-        bound = min([*self.bounds, best.solver.objective])
-        gap = (best.solver.objective - bound) / best.solver.objective if best.solver.objective else 0.0
-        late = time.perf_counter() > self.task.deadline
-        status = "optimal" if self.proven and gap <= self.task.gap else "time_limit" if late else "heuristic"
-        seconds = time.perf_counter() - self.started
-        solver = Solver(status, best.solver.objective, bound, gap, seconds)
         notes = [why_not(f"mesh {other.device_mesh}", other, best, self.task.limit) for other in self.others]
-        return msgspec.structs.replace(best, solver=solver, notes=(*best.notes, *notes))
+        best = msgspec.structs.replace(best, notes=(*best.notes, *notes))
+        return settled(self.task, best, self.bounds, self.started, self.proven)
 
 
 def ideal_bound(task: Task) -> float:

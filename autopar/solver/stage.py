@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -274,6 +274,20 @@ def _finish(
     if task.progress:
         task.progress(f"{space.mesh}: {objective * 1e3:.4g} ms, bound {bound * 1e3:.4g}, gap {gap:.2%}, {status}")
     return plan
+
+
+def settled(task: Task, plan: Plan, bounds: Iterable[float], started: float, proven: bool = True) -> Plan:
+    """``plan`` as the result of a search in which nothing is faster than the least of ``bounds``.
+
+    proven: whether all of them are of what was looked at to the end.
+    """
+    objective = plan.solver.objective
+    bound = min([*bounds, objective])
+    gap = (objective - bound) / objective if objective else 0.0
+    late = time.perf_counter() > task.deadline
+    status = "optimal" if proven and gap <= task.gap else "time_limit" if late else "heuristic"
+    solver = Solver(status, objective, bound, gap, time.perf_counter() - started)
+    return msgspec.structs.replace(plan, solver=solver)
 
 
 def smallest(task: Task, space: Space) -> Candidate | None:
