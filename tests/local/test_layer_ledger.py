@@ -8,7 +8,8 @@ A layer's inputs of linears are 7 T, their outputs 9 T, their weights 12 h^2.  S
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -33,9 +34,9 @@ Shape = tuple[int, int, int]  # b, s, h
 class Layer:
     """What a layer is in one mode, in elements per rank.
 
-    forward, backward: sent by its linears and its attention.  weights, saved: held of them; saved is None where it
-    depends on which of equally good plans is found.  norms: sent beside for norms and biases, both ways; statistics: of
-    it for means and variances by parts.
+    forward, backward: sent by its linears and its attention.  weights, saved: held of them; saved is None where
+    gathered operands are kept.  norms: sent beside for norms and biases, both ways; statistics: of it for means and
+    variances by parts.
     """
 
     said: str
@@ -49,6 +50,7 @@ class Layer:
     saved: Fraction | None = None
     norms: Fraction = Fraction(0)
     statistics: Fraction = Fraction(0)
+    pins: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
@@ -72,11 +74,17 @@ EVEN, LONG, NARROW = (6, 8, 24), (8, 8, 24), (6, 4, 24)
 
 
 def flat(p: int, shape: Shape = EVEN) -> Layer:
-    """Biases of columns are split, those of rows are added once to a pending sum, and norms run whole."""
-    t, _, h2, *_ = sizes(shape, 8)
-    search = {"tensor_modes": "1d", "sequence": "none"}
-    way = reduced(p, 2 * t)
-    return Layer("tp: tensor 1D", {"tp": p}, search, shape, (8, 8), way, way, 12 * h2 / p)
+    """Biases of columns are split, those of rows are added once to a pending sum, and norms run whole.
+
+    Pinned, for columns twice in turn send as much as columns and rows, and keep less.
+    """
+    t, _, h2, _, soft = sizes(shape, 8)
+    pins = {"layers.*.qkv.*.weight": "S0", "layers.*.up.weight": "S0"}
+    pins |= {"layers.*.proj.weight": "S1", "layers.*.down.weight": "S1"}
+    pins = {name: f"tp:{state}" for name, state in pins.items()}
+    way, saved = reduced(p, 2 * t), 2 * t + (12 * t + soft) / p
+    given = {"tp": p}, {"tensor_modes": "1d", "sequence": "none"}, shape, (8, 8)
+    return Layer("tp: tensor 1D", *given, way, way, 12 * h2 / p, saved, pins=pins)
 
 
 def megatron(p: int, shape: Shape = EVEN) -> Layer:
@@ -217,7 +225,7 @@ def found(mode: str, layers: int, plain: bool) -> tuple[Case, Bound, Plan]:
     case, bound = model(of.shape, layers, of.heads, plain)
     free = {"peak_flops": 1e30, "memory_bandwidth": 1e30, "launch_overhead": 0.0, "intra_node_latency": 0.0}
     machines = ClusterSpec(nodes=1, devices_per_node=of.ranks, device="H100", intra_node_bandwidth=1e9, **free)
-    plan = api.solve(bound, machines, search=Search(mesh=of.mesh, **of.search), gap=0.0)
+    plan = api.solve(bound, machines, search=Search(mesh=of.mesh, **of.search), gap=0.0, pins=of.pins)
     assert describe(plan, bound) == of.said
     return case, bound, plan
 
@@ -260,7 +268,7 @@ def test_norms_and_biases_add_their_own(mode: str) -> None:
     assert sum(both) - sum(said) == of.statistics
 
 
-@pytest.mark.parametrize("mode", [m for m in THEORY if THEORY[m].saved is not None or "1D" in m])
+@pytest.mark.parametrize("mode", THEORY)
 def test_a_layer_holds_what_theory_says(mode: str) -> None:
     """Weights, and what is saved for the backward pass, of each rank."""
     of = THEORY[mode]
