@@ -70,7 +70,7 @@ COLUMNS, CONTRACTION, PER_EXPERT, WHOLE = (
 )  # BATCH and SEQUENCE are roles too
 STREAM, RING_KIND, EXCHANGE_KIND = "stream", "ring", "exchange"  # kinds of choice
 EXPERTS_OP = "autopar.experts"
-_MOST = 0.5  # part of the arithmetic that must follow a pattern for it to give its name
+MOST = 0.5  # part of the arithmetic that must follow a pattern for it to give its name
 
 Group = tuple[tuple[str, ...], tuple[str, ...]]  # axes, names
 
@@ -92,7 +92,7 @@ def groups(plan: Plan, bound: Bound, known: Meanings | None = None) -> tuple[Gro
     expanded = expand(plan, bound, analysis)
     seen = _look(plan, analysis, expanded.choices, known or meanings(bound))
     matrices = {node for node in bound.program.parameters if len(bound.values[node].shape) > 1}
-    products = [(op, _matrix(op, analysis)) for op in analysis.operations]
+    products = [(op, matrix_input(op, analysis)) for op in analysis.operations]
     weights = {analysis.root(op.inputs[w]) for op, w in products if w is not None}
     stages, stored = (
         [_zero(a, plan, analysis, expanded.parameters, nodes) for a in range(len(plan.axes))]
@@ -106,7 +106,7 @@ def groups(plan: Plan, bound: Bound, known: Meanings | None = None) -> tuple[Gro
         of = [seen.axes[a] for a in axes]
         experts = sum((axis.experts for axis in of), Counter[str]())
         if sum(experts.values()):
-            said += [EXPERTS, EXCHANGE] if experts[EXCHANGE_KIND] > _MOST * sum(experts.values()) else [EXPERTS]
+            said += [EXPERTS, EXCHANGE] if experts[EXCHANGE_KIND] > MOST * sum(experts.values()) else [EXPERTS]
         if any(axis.vocabulary for axis in of):
             said.append(VOCABULARY)
     axis_names = tuple(plan.mesh)
@@ -127,7 +127,7 @@ def weight_input(op: Operation, analysis: Analysis) -> int | None:
     return None
 
 
-def _matrix(op: Operation, analysis: Analysis) -> int | None:
+def matrix_input(op: Operation, analysis: Analysis) -> int | None:
     """As `weight_input`, but for products of experts, which have a name of their own."""
     return None if target_name(op.node) == EXPERTS_OP else weight_input(op, analysis)
 
@@ -203,7 +203,7 @@ def _look(plan: Plan, analysis: Analysis, choices: Mapping[str, tuple[str, ...]]
     for op in analysis.operations:
         parsed = [parse_choice(text, op.rule) for text in choices[op.name]]
         made |= dict.fromkeys(op.outputs, tuple(known.of(op, c) for c in parsed))
-        weight = _matrix(op, analysis)
+        weight = matrix_input(op, analysis)
         flops = int(sum(c * math.prod(op.rule.sizes[f] for f in factors) for c, factors in op.rule.flops))
         roles = [WHOLE if weight is None else role(op, weight, c, known) for c in parsed]
         seen.total += flops if weight is not None and PER_EXPERT not in roles else 0
@@ -244,7 +244,7 @@ def _attention(op: Operation, choice: Choice, known: Meanings, ranks: int) -> st
 
 def _joint(seen: _Seen, stages: list[int]) -> dict[tuple[int, ...], str]:
     """Groups of axes that make one tensor mode, with its name; no axis is in two."""
-    most = _MOST * seen.total
+    most = MOST * seen.total
     rows = [a for a, axis in enumerate(seen.axes) if axis.rows > most]
     own = {a for a in rows if seen.axes[a].has_own_split}
     split = sorted((a for a in rows if stages[a]), key=lambda a: (a in own, seen.axes[a].streamed <= most, -a))
@@ -256,7 +256,7 @@ def _joint(seen: _Seen, stages: list[int]) -> dict[tuple[int, ...], str]:
             return {tuple(sorted((x, y, z))): f"{TENSOR_3D} ({_operands(seen, x, y, z)})"}
     told = seen.total - seen.given  # how the batch would be stored is not the plan's to say
     for y, axis in enumerate(seen.axes):
-        if axis.spread > _MOST * told if told else axis.work[COLUMNS] > most:
+        if axis.spread > MOST * told if told else axis.work[COLUMNS] > most:
             plain = f"({_operands(seen, x, y)})"
             if whole:
                 return {tuple(sorted((whole[0], x, y))): f"{TENSOR_25D} {plain}"}
@@ -267,7 +267,7 @@ def _joint(seen: _Seen, stages: list[int]) -> dict[tuple[int, ...], str]:
 def _operands(seen: _Seen, x: int, *others: int) -> str:
     """How most operands come together: those used by rows on x, those used by columns on the other axes."""
     parts = (seen.axes[x].streamed, sum(seen.axes[a].streamed for a in others))
-    streamed = [part > _MOST * seen.total for part in parts]
+    streamed = [part > MOST * seen.total for part in parts]
     return "streamed" if all(streamed) else "partly streamed" if any(parts) else "gathered"
 
 
@@ -281,14 +281,14 @@ def _own_splits(axes: Iterable[_Axis]) -> list[str]:
 def _alone(axis: _Axis, stage: int) -> list[str]:
     """The names of an axis that acts on its own."""
     total = sum(axis.work.values()) or 1
-    if axis.work[BATCH] > _MOST * total:
+    if axis.work[BATCH] > MOST * total:
         return [DATA_PARALLEL, *([f"ZeRO-{stage}"] if stage else [])]
-    if axis.work[COLUMNS] + axis.work[CONTRACTION] > _MOST * total:
+    if axis.work[COLUMNS] + axis.work[CONTRACTION] > MOST * total:
         return [TENSOR_1D, *([SEQUENCE_SPLIT] if axis.sequence else [])]
-    if axis.work[SEQUENCE] > _MOST * total:
+    if axis.work[SEQUENCE] > MOST * total:
         found = _most(axis.attention)
         return [SEQUENCE_SPLIT, *_SPLITS.get(found, [])]
-    return [REPLICATED if axis.work[WHOLE] > _MOST * total else MIXED]
+    return [REPLICATED if axis.work[WHOLE] > MOST * total else MIXED]
 
 
 def _zero(

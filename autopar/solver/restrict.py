@@ -23,7 +23,18 @@ from dataclasses import dataclass, replace
 from autopar.errors import InfeasiblePlan, PlanError
 from autopar.layout import I, P, R, S
 from autopar.modes import COLUMNS as BY_COLUMNS
-from autopar.modes import CONTRACTION, PER_EXPERT, RING_KIND, STREAM, WHOLE, is_heads, role, weight_input
+from autopar.modes import (
+    CONTRACTION,
+    MOST,
+    PER_EXPERT,
+    RING_KIND,
+    STREAM,
+    WHOLE,
+    is_heads,
+    matrix_input,
+    role,
+    weight_input,
+)
 from autopar.passes.fold import Folding
 from autopar.program import place
 from autopar.rules.analysis import Analysis, Operation
@@ -84,9 +95,10 @@ def restriction(form: Form, analysis: Analysis, folding: Folding, known: Meaning
     """What every representative op may do under ``form``.
 
     Raises InfeasiblePlan, which says where and why in numbers, where attention cannot be split as the form wants it, or
-    where no product of the model can take its roles.
+    where products with less than half of the arithmetic can take its roles: the plan would not be what was asked for.
     """
     ops = [op for op in analysis.operations if folding.ops[op.name] == op.name]
+    products = [op for op in ops if matrix_input(op, analysis) is not None]
     allowed: dict[str, tuple[frozenset[Choice], ...]] = {}
     full: set[str] = set()
     turning: dict[str, bool] = {}
@@ -106,8 +118,9 @@ def restriction(form: Form, analysis: Analysis, folding: Folding, known: Meaning
             turning[op.name] = exactly
         if not tolerated and weight_input(op, analysis) is not None:
             full.add(op.name)
-    if not full:
-        raise _no_product(form, ops, analysis)
+    followed = sum(_work(op, folding) for op in products if op.name in full)
+    if not full or followed < MOST * sum(_work(op, folding) for op in products):
+        raise _no_product(form, [op for op in products if op.name not in full], analysis)
     made = Restriction(form, analysis, known, allowed, frozenset(full), turning)
     _check_sequence(made, ops)
     return made
@@ -310,12 +323,17 @@ def _parts(size: int, n: int) -> str:
     return "+".join(map(str, sizes)) if n <= 8 else f"{each} each, the last with {sizes[-1]}"
 
 
-def _no_product(form: Form, ops: Sequence[Operation], analysis: Analysis) -> InfeasiblePlan:
-    products = [(op, w) for op in ops if (w := weight_input(op, analysis)) is not None]
-    if not products:
+def _work(op: Operation, folding: Folding) -> float:
+    return folding.counts[op.name] * sum(c * math.prod(op.rule.sizes[f] for f in fs) for c, fs in op.rule.flops)
+
+
+def _no_product(form: Form, others: Sequence[Operation], analysis: Analysis) -> InfeasiblePlan:
+    """others: products that cannot take the roles."""
+    if not others:
         return _refused(form, expected="a product of activations and a weight", got="none in this model")
-    op, weight = products[0]
-    sizes = op.rule.sizes
+    op = others[0]
+    weight, sizes = matrix_input(op, analysis), op.rule.sizes
+    assert weight is not None  # a product has one
     inside = {f for dims in op.rule.ins[weight] for f in dims}
     outside = [f for dims in op.rule.outs[0] for f in dims]
     rows = " x ".join(str(sizes[f]) for f in outside if f not in inside) or "1"
@@ -327,7 +345,7 @@ def _no_product(form: Form, ops: Sequence[Operation], analysis: Analysis) -> Inf
         where=place(op.node),
         expected=f"{roles}, with some for every rank",
         got=f"{rows} rows, {columns} columns, {summed} contracted",
-        hint="another mesh or mode; the first product of the model is shown, no other can run so either",
+        hint="another mesh or mode; the first product that cannot is shown; with those like it it is half of the arithmetic or more",
     )
 
 

@@ -291,3 +291,24 @@ def test_what_a_chain_of_linears_cannot_do(
         solve(chain(rows, 7, 10, 13), cluster(ranks), search=Search(mesh=mesh, **search))
     for part in said:
         assert part in str(caught.value), str(caught.value)
+
+
+class Thin(nn.Module):
+    """Most of the arithmetic in a product of 3 by 3, which 4 ranks cannot share by columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.head = nn.Linear(3, 3), nn.Linear(3, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.inside(x)).mean(1))
+
+
+def test_a_mode_that_the_large_products_cannot_follow_is_refused() -> None:
+    with torch.device("meta"):
+        model, batch = Thin(), {"x": torch.empty(16, 64, 3)}
+    bound = understand(model, batch, lambda out, batch: out.square().sum())
+    with pytest.raises(InfeasiblePlan, match="tensor mode 1D cannot be on a mesh of tp=4") as error:
+        solve(bound, cluster(4), search=Search(mesh={"tp": 4}, tensor_modes="1d"))
+    assert "3 columns, 3 contracted" in str(error.value) and "inside" in str(error.value)
+    assert describe(solve(bound, cluster(3), search=Search(mesh={"tp": 3}, tensor_modes="1d")), bound)
