@@ -345,7 +345,7 @@ def _no_product(form: Form, others: Sequence[Operation], analysis: Analysis) -> 
         where=place(op.node),
         expected=f"{roles}, with some for every rank",
         got=f"{rows} rows, {columns} columns, {summed} contracted",
-        hint="another mesh or mode; the first product that cannot is shown; with those like it it is half of the arithmetic or more",
+        hint="another mesh or mode; this product is the first of those that cannot, which are most of the arithmetic",
     )
 
 
